@@ -36,7 +36,7 @@ struct lb_stamped_server {
 	/* Offset in ms of the newest SYN-ACK. */
 	__u32 newest_ms;
 	/* Client of the newest SYN-ACK, address XOR ports: a retransmitted SYN-ACK does not count. */
-	__u32 newest_client;
+	__u32 newest_connection_word;
 	__u16 server_id;
 	/*
 	 * Number of latest SYN-ACKs in a row with one offset; at LB_STAMPING_AGREEING, the maximum, new connections
@@ -44,7 +44,7 @@ struct lb_stamped_server {
 	 */
 	__u16 agreeing;
 	/* Sampled connection, client address XOR ports (0: none), and offset and time of one of its replies. */
-	__u32 sampled_client;
+	__u32 sampled_connection_word;
 	__u32 sampled_ms;
 	__u32 sampled_at_ms;
 	/*

@@ -51,7 +51,7 @@ static __always_inline bool can_be_stamped(const struct lb_stamped_server *serve
 }
 
 /* Returns whether the server's connections are known to have different offsets. */
-static __always_inline bool has_connection_offsets(const struct lb_stamped_server *server)
+static __always_inline bool has_different_offsets(const struct lb_stamped_server *server)
 {
 	return server->disagreed;
 }
@@ -66,7 +66,7 @@ static __always_inline __u32 monotonic_ms(void)
 	return bpf_ktime_get_ns() / NANOSECONDS_PER_MS;
 }
 
-static __always_inline bool do_offsets_agree(__u32 offset_ms, __u32 other_ms, __u32 tolerance_ms)
+static __always_inline bool are_offsets_of_one_clock(__u32 offset_ms, __u32 other_ms, __u32 tolerance_ms)
 {
 	return offset_ms - other_ms + tolerance_ms <= 2 * tolerance_ms;
 }
@@ -87,16 +87,17 @@ static __always_inline void learn_clock(struct lb_stamped_server *server, const 
 	__u32 offset_ms = answer.tsval_ms - answer.now_ms;
 	__u32 client = packet->client_address ^ packet->ports;
 
-	if (!server->agreeing || !do_offsets_agree(offset_ms, server->newest_ms, LB_STAMPING_TOLERANCE_MS)) {
+	if (!server->agreeing || !are_offsets_of_one_clock(offset_ms, server->newest_ms, LB_STAMPING_TOLERANCE_MS)) {
 		server->disagreed += !!server->agreeing;
 		server->agreeing = 1;
-	} else if (!is_clock_verified(server) && client != server->newest_client) {
+	} else if (!is_clock_verified(server) && client != server->newest_connection_word) {
 		server->agreeing++;
 	}
 	server->newest_ms = offset_ms;
-	server->newest_client = client;
+	server->newest_connection_word = client;
 	if (is_clock_verified(server) &&
-	    (!server->has_clock || !do_offsets_agree(offset_ms, server->offset_ms, LB_STAMPING_TOLERANCE_MS / 2))) {
+	    (!server->has_clock ||
+	     !are_offsets_of_one_clock(offset_ms, server->offset_ms, LB_STAMPING_TOLERANCE_MS / 2))) {
 		server->offset_ms = offset_ms;
 		server->has_clock = 1;
 	}
@@ -109,17 +110,17 @@ static __always_inline void sample_clock(struct lb_stamped_server *server, const
 	__u32 client = packet->client_address ^ packet->ports;
 	__u32 offset_ms = answer.tsval_ms - answer.now_ms, elapsed_ms = answer.now_ms - server->sampled_at_ms;
 
-	if (server->sampled_client && client == server->sampled_client) {
+	if (server->sampled_connection_word && client == server->sampled_connection_word) {
 		if (elapsed_ms < LB_STAMPING_SAMPLE_MS)
 			return;
-		server->unsteady = !do_offsets_agree(offset_ms, server->sampled_ms, elapsed_ms / 2);
+		server->unsteady = !are_offsets_of_one_clock(offset_ms, server->sampled_ms, elapsed_ms / 2);
 		if (server->unsteady)
 			server->steady /= 2;
 		else if (server->steady < LB_STAMPING_MAX_STEADY)
 			server->steady++;
-		server->sampled_client = 0;
-	} else if (!server->sampled_client || elapsed_ms > LB_STAMPING_SAMPLE_EXPIRES_MS) {
-		server->sampled_client = client;
+		server->sampled_connection_word = 0;
+	} else if (!server->sampled_connection_word || elapsed_ms > LB_STAMPING_SAMPLE_EXPIRES_MS) {
+		server->sampled_connection_word = client;
 		server->sampled_ms = offset_ms;
 		server->sampled_at_ms = answer.now_ms;
 	}
@@ -146,25 +147,26 @@ static __always_inline __u32 learn_connection_offset(__u64 hash, __u32 offset_ms
 		return offset_ms;
 	known = *(volatile __u64 *)word;
 	if (known >> LB_STAMPED_OFFSET_TAG_SHIFT == connection_offset_tag(hash) &&
-	    do_offsets_agree(offset_ms, known, LB_STAMPING_TOLERANCE_MS / 2))
+	    are_offsets_of_one_clock(offset_ms, known, LB_STAMPING_TOLERANCE_MS / 2))
 		return known;
 	*(volatile __u64 *)word = (__u64)connection_offset_tag(hash) << LB_STAMPED_OFFSET_TAG_SHIFT | offset_ms;
 	return offset_ms;
 }
 
 /* Returns the offset of a stamped connection by a reply of the server, and stores the offset if it is unknown. */
-static __always_inline __u32 learn_offset(struct lb_stamped_server *server, __u32 service, const struct packet *packet,
-					  struct reply_time answer)
+static __always_inline __u32 record_stamped_reply(struct lb_stamped_server *server, __u32 service,
+						  const struct packet *packet, struct reply_time answer)
 {
 	__u32 offset_ms = answer.tsval_ms - answer.now_ms;
 
-	if (!has_connection_offsets(server) && !server->has_clock) {
+	if (!has_different_offsets(server) && !server->has_clock) {
 		server->offset_ms = offset_ms;
 		server->has_clock = 1;
 	}
-	if (!has_connection_offsets(server) && do_offsets_agree(offset_ms, server->offset_ms, LB_STAMPING_TOLERANCE_MS))
+	if (!has_different_offsets(server) &&
+	    are_offsets_of_one_clock(offset_ms, server->offset_ms, LB_STAMPING_TOLERANCE_MS))
 		return server->offset_ms;
-	server->disagreed += !has_connection_offsets(server);
+	server->disagreed += !has_different_offsets(server);
 	return learn_connection_offset(connection_hash(service, packet->client_address, packet->ports), offset_ms);
 }
 
@@ -175,7 +177,7 @@ static __always_inline bool find_offset(const struct lb_stamped_server *server, 
 	__u64 hash, *word, known;
 
 	*offset_ms = server->offset_ms;
-	if (!has_connection_offsets(server))
+	if (!has_different_offsets(server))
 		return server->has_clock;
 	hash = connection_hash(service, packet->client_address, packet->ports);
 	word = find_connection_offset(hash);

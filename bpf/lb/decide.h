@@ -36,7 +36,7 @@ static __always_inline void decide_by_cookie(struct xdp_md *ctx, const struct se
 
 	if (packet->flags & TCP_SYN) {
 		if (is_stateful(service))
-			decide_new_stateful(ctx, state, packet, decision);
+			decide_stateful_syn(ctx, state, packet, decision);
 		else
 			decide_by_rule(ctx, state, packet, placement_counter(true), decision);
 		return;

@@ -291,7 +291,7 @@ static __always_inline int parse_and_decide_udp(struct xdp_md *ctx, struct packe
 		return ended;
 	decide(ctx, number, packet, decision);
 	if (packet->fragment && is_forwarded(decision->outcome))
-		remember_fragment(ctx, packet, decision);
+		record_first_fragment(ctx, packet, decision);
 	return 0;
 }
 

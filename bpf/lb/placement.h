@@ -45,7 +45,7 @@ typedef __u64 __attribute__((may_alias)) server_entry_t;
 #define SERVER_MAC_MASK 0xffffffffffffull
 
 /* Number of members that are tried if the selected server cannot take a connection; then the packet is dropped. */
-#define MAX_FALLBACK_ATTEMPTS 16
+#define MAX_FALLBACK_MEMBERS 16
 
 static __always_inline server_entry_t load_server_entry(__u32 service, __u32 id)
 {
@@ -312,7 +312,7 @@ __noinline int choose_fallback(struct service_state *state, __u32 service, __u32
 		return NO_SERVER;
 	count = placement.table->member_count;
 	position = draw(mix_hash(hash), count);
-	for (__u32 i = 0; i < MAX_FALLBACK_ATTEMPTS && i < count; i++, position++) {
+	for (__u32 i = 0; i < MAX_FALLBACK_MEMBERS && i < count; i++, position++) {
 		__u32 id;
 
 		if (position >= count)

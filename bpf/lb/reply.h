@@ -40,7 +40,7 @@ static __always_inline __u32 stamping_key_index(__u32 milliseconds)
 static __always_inline __u32 lb_stamped_tsval(struct xdp_md *ctx, __u32 service, const struct packet *packet,
 					      struct lb_stamped_server *server, struct reply_time answer)
 {
-	__u32 index = stamping_key_index(answer.tsval_ms - learn_offset(server, service, packet, answer));
+	__u32 index = stamping_key_index(answer.tsval_ms - record_stamped_reply(server, service, packet, answer));
 	__u32 time = (answer.tsval_ms + lb_stamping_time_addend(ctx, service, packet)) & LB_STAMPING_TIME_MASK;
 	__u32 id = hide(lb_stamping_hash(ctx, index, packet), server->server_id & LB_STAMPING_ID_MASK,
 			LB_STAMPING_ID_BITS);
@@ -53,7 +53,7 @@ static __always_inline __u32 lb_stamped_tsval(struct xdp_md *ctx, __u32 service,
  * Returns whether the connection has had a SYN-ACK of another server that takes new connections. Since SYNs go to that
  * server, this SYN-ACK is late: it answers a SYN from before the load balancer's restart.
  */
-static __always_inline bool is_late_syn_ack(__u32 service, const struct packet *packet, __u32 server_id)
+static __always_inline bool is_syn_ack_of_second_server(__u32 service, const struct packet *packet, __u32 server_id)
 {
 	struct flow_table_entry entry = {};
 
@@ -115,7 +115,7 @@ static __always_inline enum lb_counter stamp_reply(struct xdp_md *ctx, __u32 ser
 	if (!server || (packet->has_timestamp && bpf_xdp_load_bytes(ctx, offset, &value, sizeof(value))))
 		return LB_COUNTER_REPLY_UNCHANGED;
 	/* The client could accept either SYN-ACK, but the flow table holds only one server per connection. */
-	if (is_late_syn_ack(service, packet, server->server_id))
+	if (is_syn_ack_of_second_server(service, packet, server->server_id))
 		return LB_COUNTER_DROP_LATE_SYN_ACK;
 	answer = (struct reply_time){.tsval_ms = bpf_ntohl(value), .now_ms = monotonic_ms()};
 	if (packet->has_timestamp && !(packet->flags & TCP_RST))

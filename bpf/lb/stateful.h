@@ -46,8 +46,8 @@ static __always_inline bool is_from_owner(struct xdp_md *ctx)
  * Decides to forward the packet to the load balancer whose table has the cookie's index. If the owner is lost, or the
  * packet comes from a load balancer, it is broadcast, so that no packet circles.
  */
-static __always_inline void decide_owner(struct xdp_md *ctx, const struct service *service, __u32 source, __u32 owner,
-					 struct decision *decision)
+static __always_inline void forward_to_owner(struct xdp_md *ctx, const struct service *service, __u32 source,
+					     __u32 owner, struct decision *decision)
 {
 	server_entry_t balancer = *(const server_entry_t *)&lb_state.owners[owner & (MAX_OWNERS - 1)];
 
@@ -75,7 +75,7 @@ static __always_inline bool decide_by_index(struct xdp_md *ctx, const struct ser
 
 	*found = NULL;
 	if (cookie_owner(cookie) != lb_state.owner) {
-		decide_owner(ctx, service, packet->client_address, cookie_owner(cookie), decision);
+		forward_to_owner(ctx, service, packet->client_address, cookie_owner(cookie), decision);
 		return true;
 	}
 	connection = find_connection(hash, cookie, decision->service, &id);
@@ -91,7 +91,7 @@ static __always_inline bool decide_by_index(struct xdp_md *ctx, const struct ser
 struct connection_takes connection_takes SEC(".bss.takes");
 
 /* Returns the counter of entries of a source prefix (/24, in IPv6 /64). `address`: as in struct connection. */
-static __always_inline __u64 *source_entry_counter(const packet_u64 *address)
+static __always_inline __u64 *source_prefix_counter(const packet_u64 *address)
 {
 	bool ipv4 = !ipv6_in_use || (!address[0] && (__u32)address[1] == bpf_htonl(0xffff));
 	__u32 prefix = address[1] >> 32 & bpf_htonl(0xffffff00);
@@ -106,7 +106,7 @@ static __always_inline __u64 *client_entry_counter(struct xdp_md *ctx, const str
 	packet_u64 address[2];
 
 	write_client_address(ctx, packet, address);
-	return source_entry_counter(address);
+	return source_prefix_counter(address);
 }
 
 /* Returns whether a prefix may hold another entry. Concurrent CPUs may exceed the limit by their number. */
@@ -153,7 +153,7 @@ static __always_inline bool is_expired(const struct connection *connection, __u6
 /* Subtracts an entry from its source's count, unless user space has counted without the entry. */
 static __always_inline void uncount_entry(const packet_u64 *client_address)
 {
-	__u64 *held = source_entry_counter(client_address);
+	__u64 *held = source_prefix_counter(client_address);
 
 	if (*(volatile __u64 *)held)
 		__sync_fetch_and_add(held, -1);
@@ -264,7 +264,7 @@ static __always_inline void open_connection(struct xdp_md *ctx, const struct pac
 	decision->tsecr = encode_syn_tsecr(owner, taken);
 }
 
-static __always_inline void decide_new_stateful(struct xdp_md *ctx, struct service_state *state,
+static __always_inline void decide_stateful_syn(struct xdp_md *ctx, struct service_state *state,
 						const struct packet *packet, struct decision *decision)
 {
 	__u64 hash = connection_hash(decision->service, packet->client_address, packet->ports);

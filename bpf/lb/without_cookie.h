@@ -23,7 +23,7 @@
  * same bucket. If that server takes no new connections, the placement rule selects another server, and the flow table
  * stores it. A server with an older connection of these ports becomes the previous server.
  */
-static __always_inline void decide_new_without_cookie(struct xdp_md *ctx, struct service_state *state,
+static __always_inline void decide_syn_without_cookie(struct xdp_md *ctx, struct service_state *state,
 						      const struct packet *packet, bool found, __u32 stale,
 						      struct decision *decision)
 {
@@ -70,7 +70,7 @@ static __always_inline void decide_without_cookie(struct xdp_md *ctx, const stru
 		return;
 	}
 	if (syn) {
-		decide_new_without_cookie(ctx, state, packet, found, entry.server_id, decision);
+		decide_syn_without_cookie(ctx, state, packet, found, entry.server_id, decision);
 		return;
 	}
 	if (by_bucket) {

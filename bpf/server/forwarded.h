@@ -10,7 +10,7 @@
 #include "intf.h"
 #include "state.h"
 
-static __always_inline __u64 *forwarded_slot(__u64 word)
+static __always_inline __u64 *forwarded_service_index(__u64 word)
 {
 	return &state.forwarded_services[word * FORWARDED_SERVICE_FACTOR >> FORWARDED_SERVICE_SHIFT];
 }
@@ -18,7 +18,7 @@ static __always_inline __u64 *forwarded_slot(__u64 word)
 /* Records whether this host forwarded the service's SYN-ACK, or a socket of this host sent the SYN-ACK. */
 static __always_inline void record_handshake(__u64 word, bool forwarded)
 {
-	volatile __u64 *slot = forwarded_slot(word);
+	volatile __u64 *slot = forwarded_service_index(word);
 
 	if (forwarded && *slot != word)
 		*slot = word;
@@ -28,7 +28,7 @@ static __always_inline void record_handshake(__u64 word, bool forwarded)
 
 static __always_inline bool is_forwarded_service(__u64 word)
 {
-	return *(volatile __u64 *)forwarded_slot(word) == word;
+	return *(volatile __u64 *)forwarded_service_index(word) == word;
 }
 
 #endif

@@ -6,23 +6,25 @@ use std::path::PathBuf;
 use libbpf_cargo::SkeletonBuilder;
 
 fn main() {
-    let here = PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR").unwrap());
-    let headers = here.join("../../bpf");
+    let crate_directory = PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR").unwrap());
+    let bpf_directory = crate_directory.join("../../bpf");
     // Debian keeps asm/types.h in a directory of the architecture, which clang does not search for the BPF target.
     let architecture_headers = format!("/usr/include/{}-linux-gnu", std::env::var("CARGO_CFG_TARGET_ARCH").unwrap());
-    let includes = [headers.clone(), headers.join("include")].map(|folder| format!("-I{}", folder.display()));
-    let [folders, layouts] = &includes;
-    let out = PathBuf::from(std::env::var_os("OUT_DIR").unwrap());
-    for folder in [&headers, &here.join("bpf")] {
+    let include_options =
+        [bpf_directory.clone(), bpf_directory.join("include")].map(|folder| format!("-I{}", folder.display()));
+    let [folders, layouts] = &include_options;
+    let out_directory = PathBuf::from(std::env::var_os("OUT_DIR").unwrap());
+    for folder in [&bpf_directory, &crate_directory.join("bpf")] {
         println!("cargo::rerun-if-changed={}", folder.display());
     }
     // target/PROFILE/build/coreward-bench-HASH/out
-    let profile = out.ancestors().nth(3).and_then(|directory| directory.file_name()).expect("cargo's directory");
+    let profile =
+        out_directory.ancestors().nth(3).and_then(|directory| directory.file_name()).expect("cargo's directory");
     println!("cargo::rustc-env=COREWARD_PROFILE={}", profile.to_string_lossy());
     for name in
         ["generated_packets", "generated_segments", "live_frames", "units", "empty_reuseport", "empty_tracepoint"]
     {
-        let source = here.join(format!("bpf/{name}.bpf.c"));
+        let source = crate_directory.join(format!("bpf/{name}.bpf.c"));
         SkeletonBuilder::new()
             .source(&source)
             .clang("clang-19")
@@ -36,7 +38,7 @@ fn main() {
                 "-idirafter",
                 &architecture_headers,
             ])
-            .build_and_generate(out.join(format!("{name}.skel.rs")))
+            .build_and_generate(out_directory.join(format!("{name}.skel.rs")))
             .unwrap_or_else(|error| panic!("{name}.bpf.c (needs the Debian package clang-19): {error:?}"));
     }
 }

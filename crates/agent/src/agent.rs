@@ -12,7 +12,7 @@ use coreward_daemon::Controllers;
 use coreward_dataplane::clock::{monotonic_ms, monotonic_ns};
 use coreward_dataplane::pins;
 use coreward_dataplane::server::{self, ServerOptions, ServerPrograms};
-use coreward_dataplane::sockets::have_sockets;
+use coreward_dataplane::sockets::have_open_sockets;
 use coreward_dataplane::vlan_device;
 use coreward_dispatch::dispatcher::{self, Dispatcher};
 use coreward_intf as intf;
@@ -22,8 +22,8 @@ use coreward_model::load::CoreReadings;
 use coreward_model::rss::RssConfig;
 use coreward_model::tuple::Protocol;
 use coreward_wire::{
-    AgentConfiguration, RefusedService, Report, ReportDetails, ReportedRss, SocketAnswer, SocketQuery, StampedService,
-    limit_report_size, v1,
+    AgentConfiguration, AgentService, Report, ReportDetails, ReportedRss, SocketAnswer, SocketQuery, UnusableService,
+    reduce_oversized_report, v1,
 };
 
 use crate::config::{self, Config};
@@ -31,59 +31,59 @@ use crate::connection_counter::ConnectionCounter;
 use crate::daisy_chain::DaisyChain;
 use crate::decapsulation::{self, Decapsulator};
 use crate::load::cpu::CpuLoadSource;
-use crate::load::published::PublishedLoad;
+use crate::load::published::PublishedLoadFile;
 use crate::load::{LoadSource, queues};
 use crate::report_state::ReportState;
 use crate::rss::RssDevice;
 use crate::rss::ethtool::EthtoolRss;
 use crate::rss::input::TransformSearch;
 use crate::rss::manager::{DesiredRss, RssManager};
-use crate::rss::rss_verifier::{RssVerifier, Verdict};
+use crate::rss::rss_verifier::{RssVerdict, RssVerifier};
 use crate::rss::testbed::TestbedRss;
 use crate::rss_conflicts::RssConflicts;
 use crate::saved_settings::SettingsStore;
 use crate::stall::{HandshakeCounters, StallDetector};
 use crate::steering::{self, Steering};
-use crate::unstamped_syn_acks::{self, UnstampedSynAcks};
+use crate::unstamped_syn_acks::{self, UnstampedSynAckMonitor};
 use crate::{connections, dispatch, timestamps};
 
 /// Interval between two reports until the controller sets another one.
 pub const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
 /// Lifetime of a report, in report intervals.
-const REPORT_INTERVALS_TO_LIVE: u32 = 5;
+const REPORT_LIFETIME_IN_INTERVALS: u32 = 5;
 /// Minimum lifetime of a report: it must outlast the delays of a busy machine.
-const MIN_TIME_TO_LIVE: Duration = Duration::from_millis(500);
-const CONFLICT_CHECK_INTERVAL: Duration = Duration::from_secs(20);
+const MIN_REPORT_LIFETIME: Duration = Duration::from_millis(500);
+const RSS_CONFLICT_CHECK_INTERVAL: Duration = Duration::from_secs(20);
 
 pub struct Agent {
     config: Config,
     /// Name of the device with the receive queues: the configured interface, or the device below a VLAN interface.
-    nic: String,
+    nic_name: String,
     saved_settings: SettingsStore,
-    programs: ServerPrograms,
-    rss: RssManager,
-    syn_verifier: RssVerifier,
+    bpf_programs: ServerPrograms,
+    rss_manager: RssManager,
+    syn_rss_verifier: RssVerifier,
     /// Verifier for packets of established connections, which a NIC's flow director moves to other queues.
-    established_verifier: RssVerifier,
-    input_search: TransformSearch,
+    established_rss_verifier: RssVerifier,
+    input_transform_search: TransformSearch,
     load_source: Box<dyn LoadSource>,
     steering: Steering,
     daisy_chain: DaisyChain,
     decapsulator: Decapsulator,
     stall_detector: StallDetector,
-    unstamped_syn_acks: UnstampedSynAcks,
+    unstamped_syn_acks: UnstampedSynAckMonitor,
     cpu_of_queue: Vec<usize>,
-    configuration: Option<AgentConfiguration>,
+    applied_configuration: Option<AgentConfiguration>,
     /// Parts of the newest configuration that the agent rejects.
     refused_updates: Vec<v1::RefusedUpdate>,
     /// Generation of the newest configuration that the agent accepted in this stream, or 0 if there is none.
-    accepted_generation: u64,
-    sequence: u64,
+    accepted_config_generation: u64,
+    report_sequence_number: u64,
     core_busy_ns: Vec<u64>,
-    load_problem: Option<String>,
+    load_read_error: Option<String>,
     warnings: Vec<String>,
     rss_conflicts: Vec<String>,
-    conflicts_checked_at: Option<Instant>,
+    rss_conflicts_checked_at: Option<Instant>,
     dispatcher: Option<Dispatcher>,
     connection_counter: ConnectionCounter,
 }
@@ -106,56 +106,58 @@ impl Agent {
     /// Fails when the interface does not exist or the kernel rejects a program.
     pub fn start(config: Config) -> anyhow::Result<Self> {
         let interface_index = interface_index(&config.interface)?;
-        let nic = vlan_device::nic(&config.interface);
+        let nic_name = vlan_device::underlying_nic(&config.interface);
         let saved_settings = SettingsStore::open(&config.pin_directory)?;
-        let programs = ServerPrograms::attach(ServerOptions {
+        let bpf_programs = ServerPrograms::attach(ServerOptions {
             interface_index,
             pin_directory: config.pin_directory.clone(),
             sample_every_syn: false,
         })?;
-        let verb = if programs.is_taken_over() { "taken over" } else { "attached" };
+        let attached_or_taken_over = if bpf_programs.is_taken_over() { "taken over" } else { "attached" };
         tracing::info!(
             event = "programs-attached",
             server = config.server,
             interface = config.interface,
-            attachment = ?programs.attachment(),
-            "the agent has {verb} its BPF programs"
+            attachment = ?bpf_programs.attach_mechanism(),
+            "the agent has {attached_or_taken_over} its BPF programs"
         );
         let dispatcher = config.dispatch.as_ref().map(Dispatcher::start).transpose()?;
         let load_source: Box<dyn LoadSource> = match &config.load {
             config::Load::Cpu {} => Box::new(CpuLoadSource::start()?),
-            config::Load::Published { path } => Box::new(PublishedLoad::new(path.clone())),
+            config::Load::Published { path } => Box::new(PublishedLoadFile::new(path.clone())),
         };
         let mut agent = Self {
             steering: Steering::new(config.steer, &config.pin_directory),
             daisy_chain: DaisyChain::new(&config.interface),
             decapsulator: Decapsulator::start(&config, interface_index)?,
-            stall_detector: StallDetector::from(stall_counters(&programs)),
-            unstamped_syn_acks: UnstampedSynAcks::from(programs.counter(intf::SERVER_COUNTER_EGRESS_FOREIGN_CLOCK)),
-            rss: RssManager::new(rss_device(&config, &nic)),
-            nic,
+            stall_detector: StallDetector::from(handshake_counters(&bpf_programs)),
+            unstamped_syn_acks: UnstampedSynAckMonitor::from(
+                bpf_programs.counter(intf::SERVER_COUNTER_EGRESS_FOREIGN_CLOCK),
+            ),
+            rss_manager: RssManager::new(rss_device(&config, &nic_name)),
+            nic_name,
             config,
             saved_settings,
-            programs,
-            syn_verifier: RssVerifier::default(),
-            established_verifier: RssVerifier::default(),
-            input_search: TransformSearch::default(),
+            bpf_programs,
+            syn_rss_verifier: RssVerifier::default(),
+            established_rss_verifier: RssVerifier::default(),
+            input_transform_search: TransformSearch::default(),
             load_source,
             cpu_of_queue: vec![],
-            configuration: None,
+            applied_configuration: None,
             refused_updates: Vec::new(),
-            accepted_generation: 0,
-            sequence: 0,
+            accepted_config_generation: 0,
+            report_sequence_number: 0,
             core_busy_ns: vec![],
-            load_problem: None,
+            load_read_error: None,
             warnings: vec![],
             rss_conflicts: vec![],
-            conflicts_checked_at: None,
+            rss_conflicts_checked_at: None,
             dispatcher,
             connection_counter: ConnectionCounter::default(),
         };
         agent.on_rss_changed();
-        agent.maintain();
+        agent.run_maintenance();
         Ok(agent)
     }
 
@@ -165,7 +167,7 @@ impl Agent {
 
     /// Returns the RSS key, input transform and indirection table of the NIC, or `None` if they are unknown.
     pub fn rss(&self) -> Option<&RssConfig> {
-        self.rss.known_rss()
+        self.rss_manager.known_rss()
     }
 
     pub fn metrics_address(&self) -> Option<SocketAddr> {
@@ -186,25 +188,27 @@ impl Agent {
     }
 
     pub fn report_interval(&self) -> Duration {
-        self.configuration.as_ref().map_or(DEFAULT_REPORT_INTERVAL, |configuration| configuration.report_interval)
+        self.applied_configuration
+            .as_ref()
+            .map_or(DEFAULT_REPORT_INTERVAL, |configuration| configuration.report_interval)
     }
 
     /// Begins a stream to a controller. Forgets the generations of earlier streams, which may be of another controller.
     pub fn begin_stream(&mut self) {
-        self.accepted_generation = 0;
+        self.accepted_config_generation = 0;
         self.connection_counter.begin_stream();
     }
 
     /// Returns the generation to confirm, or 0. A configuration is confirmed once its keys are in force: until then
     /// packets are stamped with the other key, which the controller may overwrite after all confirmations.
     fn confirmed_generation(&self) -> u64 {
-        let (_, switch_ms) = self.programs.keys();
-        let switched = monotonic_ms().wrapping_sub(switch_ms) as i32 >= 0;
-        if switched { self.accepted_generation } else { 0 }
+        let (_, switch_ms) = self.bpf_programs.keys_and_switch_ms();
+        let is_new_key_in_force = monotonic_ms().wrapping_sub(switch_ms) as i32 >= 0;
+        if is_new_key_in_force { self.accepted_config_generation } else { 0 }
     }
 
     /// Applies a configuration. If this fails, the failure is logged and the previous configuration stays in force.
-    pub fn configure(&mut self, mut configuration: AgentConfiguration, refused: &[RefusedService]) {
+    pub fn configure(&mut self, mut configuration: AgentConfiguration, refused: &[UnusableService]) {
         let generation = configuration.generation;
         for service in refused {
             tracing::warn!(
@@ -216,14 +220,15 @@ impl Agent {
             );
         }
         // Rejected services keep their previous configuration.
-        let before = self.configuration.iter().flat_map(|before| &before.services);
-        let is_refused = |service: &&StampedService| refused.iter().any(|refused| refused.name == service.name);
-        let is_free =
-            |service: &&StampedService| configuration.services.iter().all(|other| other.address != service.address);
-        let kept: Vec<StampedService> = before.filter(is_refused).filter(is_free).cloned().collect();
-        configuration.services.extend(kept);
+        let previous_services = self.applied_configuration.iter().flat_map(|before| &before.services);
+        let is_refused = |service: &&AgentService| refused.iter().any(|refused| refused.name == service.name);
+        let has_free_address =
+            |service: &&AgentService| configuration.services.iter().all(|other| other.address != service.address);
+        let kept_services: Vec<AgentService> =
+            previous_services.filter(is_refused).filter(has_free_address).cloned().collect();
+        configuration.services.extend(kept_services);
         self.refused_updates = refused.iter().map(|service| service.to_refused_update(generation)).collect();
-        if let Err(error) = self.try_configure(&configuration) {
+        if let Err(error) = self.try_apply_configuration(&configuration) {
             self.refuse_all(generation, format!("{error:#}"));
             tracing::warn!(
                 event = "configuration-rejected",
@@ -233,16 +238,16 @@ impl Agent {
             );
             return;
         }
-        let names: Vec<&str> = configuration.services.iter().map(|service| service.name.as_str()).collect();
+        let service_names: Vec<&str> = configuration.services.iter().map(|service| service.name.as_str()).collect();
         tracing::info!(
             event = "configuration-applied",
             generation = configuration.generation,
-            services = names.join(","),
+            services = service_names.join(","),
             "the agent has applied the controller's configuration"
         );
-        self.accepted_generation = configuration.generation;
-        self.configuration = Some(configuration);
-        self.maintain();
+        self.accepted_config_generation = configuration.generation;
+        self.applied_configuration = Some(configuration);
+        self.run_maintenance();
     }
 
     /// Records that a whole configuration is rejected, and the reason.
@@ -251,32 +256,33 @@ impl Agent {
         self.refused_updates.push(v1::RefusedUpdate { service: String::new(), generation, reason, table: false });
     }
 
-    fn try_configure(&mut self, new: &AgentConfiguration) -> anyhow::Result<()> {
-        let old = self.configuration.as_ref();
-        if old.is_none_or(|old| old.keys != new.keys) {
-            let switch_ms = key_activation::switch_ms(&self.programs.keys(), &new.keys, monotonic_ms());
-            self.programs.set_keys(&new.keys, switch_ms);
+    fn try_apply_configuration(&mut self, new: &AgentConfiguration) -> anyhow::Result<()> {
+        let old_configuration = self.applied_configuration.as_ref();
+        if old_configuration.is_none_or(|old| old.keys != new.keys) {
+            let key_switch_ms =
+                key_activation::activation_time_ms(&self.bpf_programs.keys_and_switch_ms(), &new.keys, monotonic_ms());
+            self.bpf_programs.set_keys(&new.keys, key_switch_ms);
         }
-        if old.is_none_or(|old| old.previous_servers != new.previous_servers) {
-            self.daisy_chain.set(&new.previous_servers, &mut self.programs)?;
+        if old_configuration.is_none_or(|old| old.previous_servers != new.previous_servers) {
+            self.daisy_chain.set_previous_servers(&new.previous_servers, &mut self.bpf_programs)?;
         }
-        if old.is_none_or(|old| old.services != new.services || old.address != new.address) {
+        if old_configuration.is_none_or(|old| old.services != new.services || old.address != new.address) {
             if self.config.manage_timestamps && has_stamped_services(new) {
-                timestamps::manage(stamps_new_connections(new), &mut self.saved_settings)?;
+                timestamps::manage_sysctl(stamps_new_connections(new), &mut self.saved_settings)?;
             }
-            let services: Vec<_> =
+            let services_with_ids_and_modes: Vec<_> =
                 new.services.iter().map(|service| (service.address, service.server_id, service.mode)).collect();
-            new.address.into_iter().for_each(|address| self.programs.set_outer_family(address));
-            self.programs.set_services(&services)?;
+            new.address.into_iter().for_each(|address| self.bpf_programs.set_outer_address_family(address));
+            self.bpf_programs.set_services(&services_with_ids_and_modes)?;
             self.decapsulator.set_services(&new.services)?;
             // Steering needs listening sockets, which only TCP has.
-            let of_tcp = new.services.iter().filter(|service| service.address.protocol == Protocol::Tcp);
-            let addresses: Vec<_> = of_tcp.map(|service| service.address).collect();
-            self.steering.set_services(&addresses, self.programs.rss_map())?;
+            let tcp_services = new.services.iter().filter(|service| service.address.protocol == Protocol::Tcp);
+            let tcp_service_addresses: Vec<_> = tcp_services.map(|service| service.address).collect();
+            self.steering.set_services(&tcp_service_addresses, self.bpf_programs.rss_map())?;
         }
         if self.config.manage_rss {
-            let desired = DesiredRss { key: new.fleet_rss_key.clone(), server_id: new.server_id };
-            self.rss.manage(desired, &mut self.saved_settings);
+            let desired_rss = DesiredRss { rss_key: new.fleet_rss_key.clone(), table_seed: new.server_id };
+            self.rss_manager.manage_rss(desired_rss, &mut self.saved_settings);
             self.on_rss_changed();
         }
         Ok(())
@@ -284,127 +290,131 @@ impl Agent {
 
     /// Reads settings that other programs change: the NIC's RSS, the CPUs of its queues, the workers. Called about once
     /// a second.
-    pub fn maintain(&mut self) {
-        if self.rss.sync(&mut self.saved_settings) {
+    pub fn run_maintenance(&mut self) {
+        if self.rss_manager.sync_with_nic(&mut self.saved_settings) {
             self.on_rss_changed();
         }
-        self.cpu_of_queue = queues::cpus_of_queues(&self.nic, self.rss.receive_queues());
-        self.load_source.refresh(&self.cpu_of_queue);
-        self.refresh_times();
-        self.daisy_chain.apply_changes(&mut self.programs);
+        self.cpu_of_queue = queues::cpus_of_queues(&self.nic_name, self.rss_manager.receive_queues());
+        self.load_source.set_queue_cpus(&self.cpu_of_queue);
+        self.renew_times_in_maps();
+        self.daisy_chain.apply_mac_address_changes(&mut self.bpf_programs);
         let rss_warning = self.verify_rss();
         self.warnings.clear();
         if let Some(configuration) =
-            self.configuration.as_ref().filter(|configuration| has_stamped_services(configuration))
+            self.applied_configuration.as_ref().filter(|configuration| has_stamped_services(configuration))
         {
-            self.warnings.extend(timestamps::warning(stamps_new_connections(configuration)));
+            self.warnings.extend(timestamps::sysctl_warning(stamps_new_connections(configuration)));
         }
-        self.warnings.extend(self.daisy_chain.warning());
-        self.warnings.extend(self.decapsulator.warning());
-        self.warnings.extend(self.stall_detector.observe(stall_counters(&self.programs)).map(str::to_owned));
-        let foreign = self.programs.counter(intf::SERVER_COUNTER_EGRESS_FOREIGN_CLOCK);
-        self.warnings.extend(self.unstamped_syn_acks.observe(foreign, Instant::now()));
-        let services = self.configuration.iter().flat_map(|configuration| &configuration.services);
-        let forwarded = services.filter(|service| self.programs.is_forwarded(&service.address));
-        self.warnings.extend(forwarded.filter_map(unstamped_syn_acks::limitation));
-        self.warnings.extend(self.rss.problem().map(str::to_owned));
+        self.warnings.extend(self.daisy_chain.unresolved_servers_warning());
+        self.warnings.extend(self.decapsulator.missing_program_warning());
+        self.warnings
+            .extend(self.stall_detector.observe_counters(handshake_counters(&self.bpf_programs)).map(str::to_owned));
+        let foreign_clock_count = self.bpf_programs.counter(intf::SERVER_COUNTER_EGRESS_FOREIGN_CLOCK);
+        self.warnings.extend(self.unstamped_syn_acks.observe_count(foreign_clock_count, Instant::now()));
+        let services = self.applied_configuration.iter().flat_map(|configuration| &configuration.services);
+        let forwarded_services = services.filter(|service| self.bpf_programs.forwards_syn_acks(&service.address));
+        self.warnings.extend(forwarded_services.filter_map(unstamped_syn_acks::lost_features));
+        self.warnings.extend(self.rss_manager.rss_problem().map(str::to_owned));
         self.warnings.extend(rss_warning);
         self.warnings.extend(self.connection_counter.warning());
         self.warnings.extend(self.load_source.warnings());
         self.warnings.extend(self.steering.update(&self.cpu_of_queue));
         self.warnings.extend(self.dispatcher.iter().flat_map(dispatch::warnings));
-        if self.conflicts_checked_at.is_none_or(|at| at.elapsed() > CONFLICT_CHECK_INTERVAL) {
-            self.rss_conflicts = RssConflicts::gather(&self.nic).describe(&self.nic);
-            self.conflicts_checked_at = Some(Instant::now());
+        if self.rss_conflicts_checked_at.is_none_or(|at| at.elapsed() > RSS_CONFLICT_CHECK_INTERVAL) {
+            self.rss_conflicts = RssConflicts::gather(&self.nic_name).describe(&self.nic_name);
+            self.rss_conflicts_checked_at = Some(Instant::now());
         }
         self.warnings.extend(self.rss_conflicts.iter().cloned());
     }
 
     /// Renews the 32-bit times in BPF maps. They are compared by their difference, which wraps for old times.
-    fn refresh_times(&mut self) {
-        let (keys, switch_ms) = self.programs.keys();
-        let renewed = key_activation::renew_switch_ms(switch_ms, monotonic_ms());
-        if renewed != switch_ms {
-            self.programs.set_keys(&keys, renewed);
+    fn renew_times_in_maps(&mut self) {
+        let (keys, switch_ms) = self.bpf_programs.keys_and_switch_ms();
+        let renewed_switch_ms = key_activation::renew_activation_time_ms(switch_ms, monotonic_ms());
+        if renewed_switch_ms != switch_ms {
+            self.bpf_programs.set_keys(&keys, renewed_switch_ms);
         }
-        self.programs.refresh_clamp_times(monotonic_ms());
+        self.bpf_programs.refresh_clamp_times(monotonic_ms());
     }
 
     fn on_rss_changed(&mut self) {
-        self.programs.set_rss(self.rss.known_rss(), self.rss.generation() as u32);
-        let (matched, mismatched) = self.rss_counters();
-        self.syn_verifier.restart(matched, mismatched);
-        let (matched, mismatched) = self.established_counters();
-        self.established_verifier.restart(matched, mismatched);
-        self.input_search.restart(self.programs.newest_sample());
+        self.bpf_programs.set_rss_config(self.rss_manager.known_rss(), self.rss_manager.generation() as u32);
+        let (matched, mismatched) = self.syn_queue_match_counts();
+        self.syn_rss_verifier.restart(matched, mismatched);
+        let (matched, mismatched) = self.established_queue_match_counts();
+        self.established_rss_verifier.restart(matched, mismatched);
+        self.input_transform_search.restart(self.bpf_programs.newest_sample_sequence());
     }
 
-    fn rss_counters(&self) -> (u64, u64) {
-        let counters = self.programs.counters();
+    fn syn_queue_match_counts(&self) -> (u64, u64) {
+        let counters = self.bpf_programs.counters();
         (counters[intf::SERVER_COUNTER_RSS_MATCHED as usize], counters[intf::SERVER_COUNTER_RSS_MISMATCHED as usize])
     }
 
     fn verify_rss(&mut self) -> Option<String> {
-        let (matched, mismatched) = self.rss_counters();
-        let known = self.rss.known_rss()?;
-        let verdict = self.syn_verifier.observe(&known.indirection_table, matched, mismatched);
-        if verdict == Verdict::NotInForce {
-            let samples = self.programs.samples(self.input_search.last_sample());
-            if let Some(input) = self.input_search.observe(known, &samples) {
-                self.rss.set_input(input);
+        let (matched, mismatched) = self.syn_queue_match_counts();
+        let known_rss = self.rss_manager.known_rss()?;
+        let verdict = self.syn_rss_verifier.observe_counts(&known_rss.indirection_table, matched, mismatched);
+        if verdict == RssVerdict::NotInForce {
+            let syn_samples = self.bpf_programs.samples_after(self.input_transform_search.last_sample_number());
+            if let Some(input) = self.input_transform_search.observe_samples(known_rss, &syn_samples) {
+                self.rss_manager.set_input_transform(input);
                 self.on_rss_changed();
                 return None;
             }
         }
-        if verdict == Verdict::NotInForce {
+        if verdict == RssVerdict::NotInForce {
             return Some(format!(
                 "the RSS table that {} shows is not in force: {mismatched} of {} SYNs arrived on another receive queue",
-                self.nic,
+                self.nic_name,
                 matched + mismatched
             ));
         }
-        let (matched, mismatched) = self.established_counters();
-        let verdict = self.established_verifier.observe(&known.indirection_table, matched, mismatched);
-        (verdict == Verdict::NotInForce).then(|| {
+        let (matched, mismatched) = self.established_queue_match_counts();
+        let verdict = self.established_rss_verifier.observe_counts(&known_rss.indirection_table, matched, mismatched);
+        (verdict == RssVerdict::NotInForce).then(|| {
             format!(
                 "{} moves open connections to other receive queues than RSS chose: {mismatched} of {} packets sampled \
                  (ATR of \
                  ixgbe and i40e? `coreward doctor` names the remedy)",
-                self.nic,
+                self.nic_name,
                 matched + mismatched
             )
         })
     }
 
-    fn established_counters(&self) -> (u64, u64) {
-        let counters = self.programs.counters();
-        let count = |counter: intf::server_counter| counters[counter as usize];
-        (count(intf::SERVER_COUNTER_RSS_ESTABLISHED_MATCHED), count(intf::SERVER_COUNTER_RSS_ESTABLISHED_MISMATCHED))
+    fn established_queue_match_counts(&self) -> (u64, u64) {
+        let counters = self.bpf_programs.counters();
+        let counter_value = |counter: intf::server_counter| counters[counter as usize];
+        (
+            counter_value(intf::SERVER_COUNTER_RSS_ESTABLISHED_MATCHED),
+            counter_value(intf::SERVER_COUNTER_RSS_ESTABLISHED_MISMATCHED),
+        )
     }
 
     /// Returns which of the queried connections still have a socket on this server; all, if the service's sockets are
     /// not visible. Fails when the service does not use TCP, or the kernel does not answer.
     pub fn answer_socket_query(&self, query: &SocketQuery) -> anyhow::Result<SocketAnswer> {
         ensure!(query.service.protocol == Protocol::Tcp, "sockets of {}: expected a service of TCP", query.service);
-        let tuple = |client: &SocketAddr| FourTuple::new(*client, query.service.socket);
-        let tuples: Vec<FourTuple> = query.clients.iter().map(tuple).collect::<Result<_, _>>()?;
-        let open = match self.programs.is_forwarded(&query.service) {
-            true => vec![true; tuples.len()],
-            false => have_sockets(&tuples).with_context(|| format!("sockets of {}", query.service))?,
+        let to_four_tuple = |client: &SocketAddr| FourTuple::new(*client, query.service.socket);
+        let four_tuples: Vec<FourTuple> = query.clients.iter().map(to_four_tuple).collect::<Result<_, _>>()?;
+        let are_open = match self.bpf_programs.forwards_syn_acks(&query.service) {
+            true => vec![true; four_tuples.len()],
+            false => have_open_sockets(&four_tuples).with_context(|| format!("sockets of {}", query.service))?,
         };
-        Ok(query.answer(open))
+        Ok(query.answer(are_open))
     }
 
     /// Returns all warnings for `coreward status`, including those in `more` about the connection to the controller.
     fn all_warnings(&self, more: &[String]) -> Vec<String> {
-        let refused = |refused: &v1::RefusedUpdate| {
+        let describe_refused_update = |refused: &v1::RefusedUpdate| {
             format!(
                 "configuration {} cannot be used (service {:?}): {}",
                 refused.generation, refused.service, refused.reason
             )
         };
-        let refused: Vec<String> = self.refused_updates.iter().map(refused).collect();
-        [&self.warnings[..], more, &refused].concat()
+        let refusal_warnings: Vec<String> = self.refused_updates.iter().map(describe_refused_update).collect();
+        [&self.warnings[..], more, &refusal_warnings].concat()
     }
 
     /// Returns the next report, without the parts that `sent` records, or `None` while the cores' load is unknown.
@@ -412,7 +422,7 @@ impl Agent {
         self.core_busy_ns.clear();
         let measured_ns = monotonic_ns();
         let problem = self.load_source.read(&mut self.core_busy_ns).err().map(|error| format!("{error:#}"));
-        if problem != self.load_problem {
+        if problem != self.load_read_error {
             match &problem {
                 Some(text) => {
                     tracing::warn!(
@@ -426,21 +436,23 @@ impl Agent {
                     "the agent can read the load of its cores again and sends reports"
                 ),
             }
-            self.load_problem = problem;
+            self.load_read_error = problem;
         }
-        if self.load_problem.is_some() {
+        if self.load_read_error.is_some() {
             return None;
         }
-        self.sequence += 1;
+        self.report_sequence_number += 1;
         // Not at the next poll: packets for a new server are kept until its address is known.
-        self.daisy_chain.apply_changes(&mut self.programs);
-        self.connection_counter.poll(self.configuration.as_ref());
-        let generation = self.rss.generation();
-        let rss = (generation != sent.rss_generation())
-            .then(|| ReportedRss { source: self.rss.source().to_owned(), rss: self.rss.known_rss().cloned() });
-        let counters = self.programs.counters();
+        self.daisy_chain.apply_mac_address_changes(&mut self.bpf_programs);
+        self.connection_counter.poll(self.applied_configuration.as_ref());
+        let rss_generation = self.rss_manager.generation();
+        let changed_rss = (rss_generation != sent.sent_rss_generation()).then(|| ReportedRss {
+            source: self.rss_manager.settings_source().to_owned(),
+            rss: self.rss_manager.known_rss().cloned(),
+        });
+        let counters = self.bpf_programs.counters();
         let warnings = self.all_warnings(more_warnings);
-        let details = sent.needs_details(self.configuration.as_ref(), &warnings).then(|| ReportDetails {
+        let details = sent.needs_details(self.applied_configuration.as_ref(), &warnings).then(|| ReportDetails {
             counters: [counters_by_name(&counters, &self.steering), self.decapsulator.counters()].concat(),
             warnings,
             dispatch: self.dispatcher.as_ref().map(dispatch::service_reports).unwrap_or_default(),
@@ -449,17 +461,21 @@ impl Agent {
         });
         let report = Report {
             sent_at: SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default(),
-            time_to_live: (self.report_interval() * REPORT_INTERVALS_TO_LIVE).max(MIN_TIME_TO_LIVE),
-            readings: CoreReadings { sequence: self.sequence, measured_ns, busy_ns: self.core_busy_ns.clone() },
+            time_to_live: (self.report_interval() * REPORT_LIFETIME_IN_INTERVALS).max(MIN_REPORT_LIFETIME),
+            readings: CoreReadings {
+                sequence: self.report_sequence_number,
+                measured_ns,
+                busy_ns: self.core_busy_ns.clone(),
+            },
             open_connections: connections::open_connection_count(),
-            rss_generation: generation,
-            rss,
+            rss_generation,
+            rss: changed_rss,
             rss_matched: counters[intf::SERVER_COUNTER_RSS_MATCHED as usize],
             rss_mismatched: counters[intf::SERVER_COUNTER_RSS_MISMATCHED as usize],
             configuration_generation: self.confirmed_generation(),
             details,
         };
-        Some(limit_report_size(report.into()))
+        Some(reduce_oversized_report(report.into()))
     }
 
     /// Applies `[dispatch]` of the changed `file`; other changes need a restart. Fails when the kernel rejects
@@ -477,25 +493,25 @@ impl Agent {
                 dispatcher.replace_config(options.clone())?
             }
             (_, Some(options)) => self.dispatcher = Some(Dispatcher::start(options)?),
-            (_, None) => self.end_dispatch()?,
+            (_, None) => self.stop_dispatch()?,
         }
         self.config.dispatch = config.dispatch;
-        self.maintain();
+        self.run_maintenance();
         Ok(())
     }
 
     /// Stops dispatching, so that the kernel selects the worker again.
-    fn end_dispatch(&mut self) -> anyhow::Result<()> {
+    fn stop_dispatch(&mut self) -> anyhow::Result<()> {
         self.dispatcher = None;
         self.config.dispatch.take().map_or(Ok(()), |before| dispatcher::detach(&before))
     }
 
     /// Restores the NIC's RSS at an orderly shutdown. Programs and sysctl remain while services are stamped: without
     /// them every stamped connection would break.
-    pub fn leave(mut self) -> anyhow::Result<()> {
-        self.rss.restore(&mut self.saved_settings);
+    pub fn shut_down(mut self) -> anyhow::Result<()> {
+        self.rss_manager.restore(&mut self.saved_settings);
         self.on_rss_changed();
-        if self.programs.has_services() {
+        if self.bpf_programs.has_services() {
             tracing::info!(
                 event = "programs-kept",
                 "the BPF programs stay attached and continue to stamp; `coreward agent --detach` removes them"
@@ -507,12 +523,12 @@ impl Agent {
 
     /// Removes the BPF programs and restores all settings. This breaks stamped connections.
     pub fn detach(mut self) -> anyhow::Result<()> {
-        self.end_dispatch()?;
-        self.rss.restore(&mut self.saved_settings);
-        steering::remove(&self.config.pin_directory)?;
-        decapsulation::remove(&self.config)?;
-        timestamps::restore(&mut self.saved_settings)?;
-        self.programs.remove()?;
+        self.stop_dispatch()?;
+        self.rss_manager.restore(&mut self.saved_settings);
+        steering::end_all_steering(&self.config.pin_directory)?;
+        decapsulation::detach_program(&self.config)?;
+        timestamps::restore_sysctl(&mut self.saved_settings)?;
+        self.bpf_programs.remove()?;
         self.saved_settings.remove()?;
         pins::remove_if_empty(&self.config.pin_directory)
     }
@@ -520,27 +536,29 @@ impl Agent {
 
 /// Returns whether any service is stamped, which requires TSvals without a random offset per connection.
 fn has_stamped_services(configuration: &AgentConfiguration) -> bool {
-    configuration.services.iter().any(|service| service.mode.is_stamped())
+    configuration.services.iter().any(|service| service.mode.is_stamped_by_servers())
 }
 
 /// Returns whether new connections are stamped. A handover to another load balancer covers all services of a server.
 fn stamps_new_connections(configuration: &AgentConfiguration) -> bool {
-    configuration.services.iter().any(|service| service.mode.stamps_new_connections())
+    configuration.services.iter().any(|service| service.mode.servers_stamp_new_connections())
 }
 
-fn stall_counters(programs: &ServerPrograms) -> HandshakeCounters {
-    let counters = programs.counters();
+fn handshake_counters(bpf_programs: &ServerPrograms) -> HandshakeCounters {
+    let counters = bpf_programs.counters();
     HandshakeCounters {
-        handshakes: counters[intf::SERVER_COUNTER_HANDSHAKE as usize],
-        stalled_handshakes: counters[intf::SERVER_COUNTER_HANDSHAKE_STALLED as usize],
-        stalled_connections: counters[intf::SERVER_COUNTER_CONNECTION_STALLED as usize],
+        handshake_count: counters[intf::SERVER_COUNTER_HANDSHAKE as usize],
+        stalled_handshake_count: counters[intf::SERVER_COUNTER_HANDSHAKE_STALLED as usize],
+        stalled_connection_count: counters[intf::SERVER_COUNTER_CONNECTION_STALLED as usize],
     }
 }
 
 fn counters_by_name(counters: &[u64; server::COUNTER_COUNT], steering: &Steering) -> Vec<(String, u64)> {
-    let server = server::COUNTER_NAMES.into_iter().zip(*counters);
+    let server_counters = server::COUNTER_NAMES.into_iter().zip(*counters);
     // Sums over all services. A counter name in two programs would be added up.
-    let mut named: HashMap<&str, u64> = HashMap::new();
-    server.chain(steering.counters()).for_each(|(name, value)| *named.entry(name).or_default() += value);
-    named.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+    let mut value_by_name: HashMap<&str, u64> = HashMap::new();
+    server_counters
+        .chain(steering.counters())
+        .for_each(|(name, value)| *value_by_name.entry(name).or_default() += value);
+    value_by_name.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
 }

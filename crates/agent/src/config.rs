@@ -96,7 +96,7 @@ mod tests {
 
     use super::*;
 
-    const MINIMAL: &str = r#"server = "s1"
+    const MINIMAL_CONFIG: &str = r#"server = "s1"
 controller = "10.1.0.1:7400"
 interface = "eth0"
 pin_directory = "/sys/fs/bpf/coreward/agent"
@@ -107,17 +107,17 @@ pin_directory = "/sys/fs/bpf/coreward/agent"
     }
 
     #[test]
-    fn shortest_file_gets_defaults() {
-        let config = parse(MINIMAL).unwrap();
+    fn minimal_file_gets_defaults() {
+        let config = parse(MINIMAL_CONFIG).unwrap();
         assert_eq!((config.manage_rss, config.manage_timestamps), (false, true));
         assert_eq!((config.steer, config.load, config.rss), (Steer::Affinity, Load::Cpu {}, Rss::Ethtool {}));
         assert_eq!(config.dispatch, None);
     }
 
     #[test]
-    fn every_key_of_the_testbeds_file_is_parsed() {
+    fn every_key_of_the_testbeds_agent_file_is_parsed() {
         let text = format!(
-            "{MINIMAL}manage_rss = true\nmanage_timestamps = false\nsteer = \"order\"\n\
+            "{MINIMAL_CONFIG}manage_rss = true\nmanage_timestamps = false\nsteer = \"order\"\n\
              load = {{ source = \"published\", path = \"/tmp/busy\" }}\nrss = {{ source = \"testbed\", path = \"/r\" \
              }}\n"
         );
@@ -128,26 +128,31 @@ pin_directory = "/sys/fs/bpf/coreward/agent"
     }
 
     #[test]
-    fn dispatch_table_equals_the_file_of_coreward_dispatch() {
-        let table = "listen = \"0.0.0.0:53\"\npolicy = \"jlq\"\n";
-        let own = format!("[[service]]\n{table}[[service.type]]\nprefix = \"get \"\n");
-        let own = coreward_dispatch::config::Config::parse(&Source::from_text("dispatch.toml", &own)).unwrap();
-        let text = format!("{MINIMAL}[[dispatch.service]]\n{table}[[dispatch.service.type]]\nprefix = \"get \"\n");
-        assert_eq!(parse(&text).unwrap().dispatch, Some(own));
+    fn dispatch_table_is_parsed_like_a_file_of_coreward_dispatch() {
+        let service_toml = "listen = \"0.0.0.0:53\"\npolicy = \"jlq\"\n";
+        let dispatch_toml = format!("[[service]]\n{service_toml}[[service.type]]\nprefix = \"get \"\n");
+        let dispatch_config =
+            coreward_dispatch::config::Config::parse(&Source::from_text("dispatch.toml", &dispatch_toml)).unwrap();
+        let text = format!(
+            "{MINIMAL_CONFIG}[[dispatch.service]]\n{service_toml}[[dispatch.service.type]]\nprefix = \"get \"\n"
+        );
+        assert_eq!(parse(&text).unwrap().dispatch, Some(dispatch_config));
         assert_eq!(
-            parse(&format!("{MINIMAL}[[dispatch.service]]\nlisten = \"0.0.0.0:53\"\nbound = 0\n")).unwrap_err(),
+            parse(&format!("{MINIMAL_CONFIG}[[dispatch.service]]\nlisten = \"0.0.0.0:53\"\nbound = 0\n")).unwrap_err(),
             "agent.toml:7:9: key `dispatch.service.bound`: 0: expected a whole number from 1 to 65535"
         );
         assert_eq!(
-            parse(&format!("{MINIMAL}[dispatch]\nmetrics = \"127.0.0.1:9440\"\n[[dispatch.service]]\n{table}"))
-                .unwrap_err(),
+            parse(&format!(
+                "{MINIMAL_CONFIG}[dispatch]\nmetrics = \"127.0.0.1:9440\"\n[[dispatch.service]]\n{service_toml}"
+            ))
+            .unwrap_err(),
             "agent.toml:6:11: key `dispatch.metrics`: 127.0.0.1:9440: expected `metrics` outside of this table: the \
              daemon \
              serves all"
         );
-        let mistakes = parse(&format!("{MINIMAL}[[dispatch.service]]\nliste = 1\n")).unwrap_err();
-        assert_eq!(mistakes.lines().count(), 2, "{mistakes}");
-        assert!(mistakes.contains("agent.toml:6:1: key `dispatch.service.liste`: is not known"), "{mistakes}");
+        let error_text = parse(&format!("{MINIMAL_CONFIG}[[dispatch.service]]\nliste = 1\n")).unwrap_err();
+        assert_eq!(error_text.lines().count(), 2, "{error_text}");
+        assert!(error_text.contains("agent.toml:6:1: key `dispatch.service.liste`: is not known"), "{error_text}");
     }
 
     #[test]
@@ -177,7 +182,7 @@ pin_directory = "/sys/fs/bpf/coreward/agent"
             ),
         ];
         for (line, message) in cases {
-            assert_eq!(parse(&format!("{MINIMAL}{line}\n")).unwrap_err(), format!("agent.toml:{message}"));
+            assert_eq!(parse(&format!("{MINIMAL_CONFIG}{line}\n")).unwrap_err(), format!("agent.toml:{message}"));
         }
     }
 }

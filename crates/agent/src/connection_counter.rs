@@ -12,7 +12,7 @@ use coreward_model::tuple::Protocol;
 use coreward_wire::{AgentConfiguration, CountedConnections};
 
 /// Interval between the starts of two connection counts.
-const COUNT_INTERVAL: Duration = Duration::from_secs(5);
+const CONNECTION_COUNT_INTERVAL: Duration = Duration::from_secs(5);
 /// Interval between the starts of two connection counts while a server drains.
 const DRAINING_COUNT_INTERVAL: Duration = Duration::from_secs(1);
 /// Minimum pause after a count as a multiple of its duration, so that counting uses at most a twentieth of one CPU.
@@ -21,13 +21,13 @@ const PAUSE_FACTOR: u32 = 20;
 /// Counter of the services' open connections, with its newest result and the count in progress.
 #[derive(Default)]
 pub struct ConnectionCounter {
-    newest_result: Option<CountResult>,
-    running: Option<JoinHandle<anyhow::Result<CountResult>>>,
-    problem: Option<String>,
-    last_run: Option<(Instant, Duration)>,
+    newest_count: Option<ConnectionCount>,
+    counting_thread: Option<JoinHandle<anyhow::Result<ConnectionCount>>>,
+    count_problem: Option<String>,
+    last_start_and_duration: Option<(Instant, Duration)>,
 }
 
-struct CountResult {
+struct ConnectionCount {
     started_at: Instant,
     duration: Duration,
     configuration_generation: u64,
@@ -37,50 +37,50 @@ struct CountResult {
 impl ConnectionCounter {
     /// Collects a finished count, and starts the next one when it is due.
     pub fn poll(&mut self, configuration: Option<&AgentConfiguration>) {
-        if let Some(ended) = self.running.take_if(|thread| thread.is_finished()) {
-            let outcome = ended.join().unwrap_or_else(|_| Err(anyhow!("the thread has panicked")));
-            self.record_result(outcome);
+        if let Some(ended) = self.counting_thread.take_if(|thread| thread.is_finished()) {
+            let count_result = ended.join().unwrap_or_else(|_| Err(anyhow!("the thread has panicked")));
+            self.record_count(count_result);
         }
         let Some(configuration) = configuration else { return };
-        if self.running.is_none() && self.is_due(configuration.is_draining) {
-            self.begin(configuration);
+        if self.counting_thread.is_none() && self.is_count_due(configuration.is_draining) {
+            self.start_count(configuration);
         }
     }
 
-    fn is_due(&self, draining: bool) -> bool {
-        let interval = if draining { DRAINING_COUNT_INTERVAL } else { COUNT_INTERVAL };
-        self.last_run.is_none_or(|(began, took)| began.elapsed() >= interval.max(took * PAUSE_FACTOR))
+    fn is_count_due(&self, draining: bool) -> bool {
+        let interval = if draining { DRAINING_COUNT_INTERVAL } else { CONNECTION_COUNT_INTERVAL };
+        self.last_start_and_duration.is_none_or(|(began, took)| began.elapsed() >= interval.max(took * PAUSE_FACTOR))
     }
 
-    fn begin(&mut self, configuration: &AgentConfiguration) {
-        let began = Instant::now();
-        self.last_run = Some((began, Duration::ZERO));
+    fn start_count(&mut self, configuration: &AgentConfiguration) {
+        let started_at = Instant::now();
+        self.last_start_and_duration = Some((started_at, Duration::ZERO));
         let configuration_generation = configuration.generation;
-        let of_tcp = configuration.services.iter().filter(|service| service.address.protocol == Protocol::Tcp);
+        let tcp_services = configuration.services.iter().filter(|service| service.address.protocol == Protocol::Tcp);
         let (names, addresses): (Vec<String>, Vec<SocketAddr>) =
-            of_tcp.map(|service| (service.name.clone(), service.address.socket)).unzip();
-        let count = move || {
+            tcp_services.map(|service| (service.name.clone(), service.address.socket)).unzip();
+        let count_connections = move || {
             let counts_by_service = names.into_iter().zip(connection_counts(&addresses)?).collect();
-            Ok(CountResult {
-                started_at: began,
-                duration: began.elapsed(),
+            Ok(ConnectionCount {
+                started_at,
+                duration: started_at.elapsed(),
                 configuration_generation,
                 counts_by_service,
             })
         };
-        match std::thread::Builder::new().name("counting".to_owned()).spawn(count) {
-            Ok(thread) => self.running = Some(thread),
-            Err(error) => self.record_result(Err(error.into())),
+        match std::thread::Builder::new().name("counting".to_owned()).spawn(count_connections) {
+            Ok(thread) => self.counting_thread = Some(thread),
+            Err(error) => self.record_count(Err(error.into())),
         }
     }
 
-    fn record_result(&mut self, outcome: anyhow::Result<CountResult>) {
-        if let (Some((_, took)), Ok(counted)) = (&mut self.last_run, &outcome) {
+    fn record_count(&mut self, outcome: anyhow::Result<ConnectionCount>) {
+        if let (Some((_, took)), Ok(counted)) = (&mut self.last_start_and_duration, &outcome) {
             *took = counted.duration;
         }
         let problem = outcome.as_ref().err().map(|error| format!("connections are not counted: {error:#}"));
         if let Err(error) = &outcome
-            && self.problem != problem
+            && self.count_problem != problem
         {
             tracing::warn!(
                 event = "connections-uncounted",
@@ -88,17 +88,17 @@ impl ConnectionCounter {
                 "the agent cannot count the services' open connections: reports omit the counts"
             );
         }
-        self.problem = problem;
-        self.newest_result = outcome.ok();
+        self.count_problem = problem;
+        self.newest_count = outcome.ok();
     }
 
     /// Begins a stream to a controller. Discards older counts, which refer to configurations of the previous stream.
     pub fn begin_stream(&mut self) {
-        *self = Self { problem: self.problem.take(), ..Self::default() };
+        *self = Self { count_problem: self.count_problem.take(), ..Self::default() };
     }
 
     pub fn newest(&self) -> Option<CountedConnections> {
-        self.newest_result.as_ref().map(|counted| CountedConnections {
+        self.newest_count.as_ref().map(|counted| CountedConnections {
             elapsed: counted.started_at.elapsed(),
             configuration_generation: counted.configuration_generation,
             services: counted.counts_by_service.clone(),
@@ -107,6 +107,6 @@ impl ConnectionCounter {
 
     /// Returns the reason why there is no connection count, as text for `coreward status`.
     pub fn warning(&self) -> Option<String> {
-        self.problem.clone()
+        self.count_problem.clone()
     }
 }

@@ -3,23 +3,23 @@
 use std::fs;
 
 // Not /proc/self, which shows the namespace of the process's first thread.
-const SOCKSTAT: &str = "/proc/thread-self/net/sockstat";
+const SOCKSTAT_PATH: &str = "/proc/thread-self/net/sockstat";
 /// File with the counts of IPv6 sockets, including IPv4-mapped addresses. It is missing if the kernel has no IPv6.
-const SOCKSTAT_IPV6: &str = "/proc/thread-self/net/sockstat6";
+const SOCKSTAT_IPV6_PATH: &str = "/proc/thread-self/net/sockstat6";
 
 /// Returns the kernel's count of established connections and listening sockets, or 0 if it is unknown. The count only
 /// divides the load by connections, so a few listening sockets do not matter.
 pub fn open_connection_count() -> u32 {
-    let count = |path| fs::read_to_string(path).ok().and_then(|text| parse(&text)).unwrap_or(0);
-    count(SOCKSTAT) + count(SOCKSTAT_IPV6)
+    let count_in_file = |path| fs::read_to_string(path).ok().and_then(|text| parse_tcp_in_use(&text)).unwrap_or(0);
+    count_in_file(SOCKSTAT_PATH) + count_in_file(SOCKSTAT_IPV6_PATH)
 }
 
-fn parse(sockstat: &str) -> Option<u32> {
-    let in_use = |line: &str| {
-        let rest = line.strip_prefix("TCP: inuse ").or_else(|| line.strip_prefix("TCP6: inuse "))?;
-        rest.split(' ').next()?.parse().ok()
+fn parse_tcp_in_use(sockstat: &str) -> Option<u32> {
+    let in_use_count = |line: &str| {
+        let text_after_label = line.strip_prefix("TCP: inuse ").or_else(|| line.strip_prefix("TCP6: inuse "))?;
+        text_after_label.split(' ').next()?.parse().ok()
     };
-    sockstat.lines().find_map(in_use)
+    sockstat.lines().find_map(in_use_count)
 }
 
 #[cfg(test)]
@@ -27,22 +27,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn address_in_use_is_found() {
+    fn tcp_sockets_in_use_are_parsed_from_sockstat() {
         let text = "sockets: used 23\nTCP: inuse 17 orphan 1 tw 300 alloc 20 mem 3\nUDP: inuse 0 mem 0\n";
-        assert_eq!(parse(text), Some(17));
-        assert_eq!(parse("TCP6: inuse 5\nUDP6: inuse 1\n"), Some(5));
-        assert_eq!(parse(""), None);
+        assert_eq!(parse_tcp_in_use(text), Some(17));
+        assert_eq!(parse_tcp_in_use("TCP6: inuse 5\nUDP6: inuse 1\n"), Some(5));
+        assert_eq!(parse_tcp_in_use(""), None);
     }
 
     #[test]
-    fn sockets_of_ipv6_count() {
+    fn ipv6_sockets_are_counted() {
         // More IPv6 sockets than the test has IPv4 sockets.
         let listeners: Vec<_> = (0..500).map(|_| std::net::TcpListener::bind("[::]:0").unwrap()).collect();
         assert!(open_connection_count() >= listeners.len() as u32);
     }
 
     #[test]
-    fn sockstat_exists() {
-        assert!(std::path::Path::new(SOCKSTAT).exists());
+    fn own_sockets_are_counted() {
+        assert!(std::path::Path::new(SOCKSTAT_PATH).exists());
     }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use coreward_daemon::ControllerConnection;
 use coreward_daemon::metrics_endpoint::ScrapeReceiver;
-use coreward_dataplane::pins::PinLock;
+use coreward_dataplane::pins::PinDirectoryLock;
 use coreward_metrics::snapshot::Snapshot;
 use coreward_rpc::v1::control_client::ControlClient;
 use coreward_tls::Role;
@@ -24,27 +24,30 @@ use crate::config::Config;
 use crate::report_state::ReportState;
 
 /// Interval of the checks for changes that other programs make to settings.
-const POLL_INTERVAL: Duration = Duration::from_secs(1);
+const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
 /// Runs the agent until SIGTERM or SIGINT; SIGHUP reads `[dispatch]` again. On exit the data plane stays pinned, and
 /// the NIC's RSS is restored. Fails when the configuration file is wrong, another agent uses the pin directory, the
 /// interface does not exist, or the kernel rejects the programs.
 pub fn run(config: &Path) -> anyhow::Result<()> {
     let config_file = config;
     let config = Config::load(config_file)?;
-    let _pin_lock = PinLock::new(&config.pin_directory)?;
+    let _pin_lock = PinDirectoryLock::new(&config.pin_directory)?;
     let mut agent = Agent::start(config)?;
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
-        let hangup = signal(SignalKind::hangup())?;
-        let scrapes = ScrapeReceiver::listen(agent.metrics_address())?;
-        let tasks = BackgroundTasks {
-            maintenance: start_interval(POLL_INTERVAL),
-            reload: Some((hangup, config_file.to_owned())),
-            scrapes,
+        let hangup_signal = signal(SignalKind::hangup())?;
+        let scrape_receiver = ScrapeReceiver::listen(agent.metrics_address())?;
+        let background_tasks = BackgroundTasks {
+            maintenance: start_interval(MAINTENANCE_INTERVAL),
+            reload: Some((hangup_signal, config_file.to_owned())),
+            scrapes: scrape_receiver,
         };
-        let connection = connection(&agent)?;
-        coreward_daemon::run_until_shutdown(async { match run_sessions(&mut agent, connection, tasks).await {} }).await
+        let controller_connection = connection(&agent)?;
+        coreward_daemon::run_until_shutdown(async {
+            match run_sessions(&mut agent, controller_connection, background_tasks).await {}
+        })
+        .await
     })?;
-    agent.leave()
+    agent.shut_down()
 }
 
 /// Keeps the agent connected to its controllers until this future is dropped. Fails when the agent's certificates
@@ -53,13 +56,13 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
 /// The future is boxed, so that callers do not compile the agent once more.
 pub fn serve(agent: &mut Agent) -> LocalBoxFuture<'_, anyhow::Result<std::convert::Infallible>> {
     Box::pin(async {
-        let connection = connection(agent)?;
-        let tasks = BackgroundTasks {
-            maintenance: start_interval(POLL_INTERVAL),
+        let controller_connection = connection(agent)?;
+        let background_tasks = BackgroundTasks {
+            maintenance: start_interval(MAINTENANCE_INTERVAL),
             reload: None,
             scrapes: ScrapeReceiver::default(),
         };
-        Ok(run_sessions(agent, connection, tasks).await)
+        Ok(run_sessions(agent, controller_connection, background_tasks).await)
     })
 }
 
@@ -119,26 +122,28 @@ impl BackgroundTasks {
 
 impl Task {
     fn perform(self, agent: &mut Agent, connection: &ControllerConnection) {
-        let path = match self {
-            Self::Maintain => return agent.maintain(),
+        let config_file = match self {
+            Self::Maintain => return agent.run_maintenance(),
             Self::Scrape(scrape) => {
-                let mut page = agent.metrics(&connection.warnings());
-                connection.add_metrics(&mut page);
+                let mut snapshot = agent.metrics(&connection.warnings());
+                connection.add_metrics(&mut snapshot);
                 // An error means that the client has disconnected.
-                return drop(scrape.send(page));
+                return drop(scrape.send(snapshot));
             }
             Self::Reload(path) => path,
         };
-        let outcome = Config::load(&path).map_err(anyhow::Error::from).and_then(|config| agent.reload(&path, config));
-        match outcome {
+        let reload_result = Config::load(&config_file)
+            .map_err(anyhow::Error::from)
+            .and_then(|config| agent.reload(&config_file, config));
+        match reload_result {
             Ok(()) => tracing::info!(
                 event = "dispatch-reloaded",
-                file = %path.display(),
+                file = %config_file.display(),
                 "the agent has reloaded `[dispatch]`"
             ),
             Err(error) => tracing::warn!(
                 event = "reload-failed",
-                file = %path.display(),
+                file = %config_file.display(),
                 error = format!("{error:#}"),
                 "the agent cannot reload `[dispatch]`: the previous settings stay in force"
             ),
@@ -150,7 +155,7 @@ impl Task {
 /// file is wrong, its agent is running, or something cannot be removed.
 pub fn detach(config: &Path) -> anyhow::Result<()> {
     let config = Config::load(config)?;
-    let _pin_lock = PinLock::new(&config.pin_directory)?;
+    let _pin_lock = PinDirectoryLock::new(&config.pin_directory)?;
     Agent::start(config)?.detach()
 }
 

@@ -16,7 +16,7 @@ use coreward_wire::PreviousServer;
 pub struct DaisyChain {
     interface: String,
     /// Resolver of the servers' MAC addresses and the channel of its results; started with the first server.
-    resolver: Option<(Resolver, Receiver<MacChange>)>,
+    resolver_and_changes: Option<(Resolver, Receiver<MacChange>)>,
     server_ids_by_address: BTreeMap<IpAddr, Vec<ServerId>>,
     mac_addresses: HashMap<IpAddr, MacAddress>,
 }
@@ -26,7 +26,7 @@ impl DaisyChain {
     pub fn new(interface: &str) -> Self {
         Self {
             interface: interface.to_owned(),
-            resolver: None,
+            resolver_and_changes: None,
             server_ids_by_address: BTreeMap::new(),
             mac_addresses: HashMap::new(),
         }
@@ -34,31 +34,35 @@ impl DaisyChain {
 
     /// Sets the servers. MAC addresses from an earlier process stay until ARP finds others. Fails when packet sockets
     /// are not allowed.
-    pub fn set(&mut self, servers: &[PreviousServer], programs: &mut ServerPrograms) -> anyhow::Result<()> {
+    pub fn set_previous_servers(
+        &mut self,
+        servers: &[PreviousServer],
+        programs: &mut ServerPrograms,
+    ) -> anyhow::Result<()> {
         self.server_ids_by_address.clear();
         for server in servers {
             self.server_ids_by_address.entry(server.address).or_default().push(server.id);
         }
         self.mac_addresses.retain(|address, _| self.server_ids_by_address.contains_key(address));
-        let needed: BTreeSet<ServerId> = self.server_ids_by_address.values().flatten().copied().collect();
-        let all = (0..ServerId::COUNT as u64).filter_map(|id| ServerId::try_from(id).ok());
-        all.filter(|id| !needed.contains(id)).for_each(|id| programs.set_server_mac(id, None));
+        let needed_server_ids: BTreeSet<ServerId> = self.server_ids_by_address.values().flatten().copied().collect();
+        let all_server_ids = (0..ServerId::COUNT as u64).filter_map(|id| ServerId::try_from(id).ok());
+        all_server_ids.filter(|id| !needed_server_ids.contains(id)).for_each(|id| programs.set_server_mac(id, None));
         for (address, mac) in &self.mac_addresses {
             self.server_ids_by_address[address].iter().for_each(|id| programs.set_server_mac(*id, Some(*mac)));
         }
-        if self.resolver.is_none() && !self.server_ids_by_address.is_empty() {
-            self.resolver =
+        if self.resolver_and_changes.is_none() && !self.server_ids_by_address.is_empty() {
+            self.resolver_and_changes =
                 Some(Resolver::start(&self.interface).context("cannot resolve MAC addresses of other servers")?);
         }
-        if let Some((resolver, _)) = &self.resolver {
+        if let Some((resolver, _)) = &self.resolver_and_changes {
             resolver.set_addresses(self.server_ids_by_address.keys().copied().collect());
         }
         Ok(())
     }
 
     /// Copies new results of ARP to the BPF maps.
-    pub fn apply_changes(&mut self, programs: &mut ServerPrograms) {
-        let Some((_, changes)) = &self.resolver else { return };
+    pub fn apply_mac_address_changes(&mut self, programs: &mut ServerPrograms) {
+        let Some((_, changes)) = &self.resolver_and_changes else { return };
         for MacChange { address, mac } in changes.try_iter() {
             let Some(ids) = self.server_ids_by_address.get(&address) else { continue };
             ids.iter().for_each(|id| programs.set_server_mac(*id, mac));
@@ -70,11 +74,15 @@ impl DaisyChain {
     }
 
     /// Returns a warning that lists the servers without a MAC address, for `coreward status`.
-    pub fn warning(&self) -> Option<String> {
-        let missing = self.server_ids_by_address.keys().filter(|address| !self.mac_addresses.contains_key(address));
-        let missing: Vec<String> = missing.map(IpAddr::to_string).collect();
-        (!missing.is_empty()).then(|| {
-            format!("no MAC address of {}: packets of older connections there are not forwarded", missing.join(", "))
+    pub fn unresolved_servers_warning(&self) -> Option<String> {
+        let missing_addresses =
+            self.server_ids_by_address.keys().filter(|address| !self.mac_addresses.contains_key(address));
+        let missing_addresses: Vec<String> = missing_addresses.map(IpAddr::to_string).collect();
+        (!missing_addresses.is_empty()).then(|| {
+            format!(
+                "no MAC address of {}: packets of older connections there are not forwarded",
+                missing_addresses.join(", ")
+            )
         })
     }
 }

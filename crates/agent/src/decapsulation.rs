@@ -3,16 +3,16 @@
 use std::net::IpAddr;
 
 use coreward_dataplane::decap::{self, Decapsulation};
-use coreward_wire::StampedService;
+use coreward_wire::AgentService;
 
 use crate::config::Config;
 
 /// Decapsulating XDP program at the device, if the configuration file lists source addresses.
 #[derive(Debug)]
 pub struct Decapsulator {
-    program: Option<Decapsulation>,
+    decapsulation_program: Option<Decapsulation>,
     /// Names of the services whose packets are encapsulated.
-    services: Vec<String>,
+    encapsulating_services: Vec<String>,
 }
 
 impl Decapsulator {
@@ -21,34 +21,34 @@ impl Decapsulator {
     pub fn start(config: &Config, interface_index: u32) -> anyhow::Result<Self> {
         let Some(sources) = &config.decapsulate_from else {
             decap::remove(&config.pin_directory)?;
-            return Ok(Self { program: None, services: Vec::new() });
+            return Ok(Self { decapsulation_program: None, encapsulating_services: Vec::new() });
         };
-        let program = Decapsulation::attach(interface_index, &config.pin_directory)?;
-        program.set_sources(sources)?;
-        Ok(Self { program: Some(program), services: Vec::new() })
+        let decapsulation_program = Decapsulation::attach(interface_index, &config.pin_directory)?;
+        decapsulation_program.set_sources(sources)?;
+        Ok(Self { decapsulation_program: Some(decapsulation_program), encapsulating_services: Vec::new() })
     }
 
-    pub fn set_services(&mut self, services: &[StampedService]) -> anyhow::Result<()> {
-        let encapsulating = || services.iter().filter(|service| service.mode.forwarding.encapsulates());
-        self.services = encapsulating().map(|service| service.name.clone()).collect();
-        let vips: Vec<IpAddr> = encapsulating().map(|service| service.address.socket.ip()).collect();
-        self.program.as_ref().map_or(Ok(()), |program| program.set_vips(&vips))
+    pub fn set_services(&mut self, services: &[AgentService]) -> anyhow::Result<()> {
+        let encapsulating_services = || services.iter().filter(|service| service.mode.forwarding.encapsulates());
+        self.encapsulating_services = encapsulating_services().map(|service| service.name.clone()).collect();
+        let vips: Vec<IpAddr> = encapsulating_services().map(|service| service.address.socket.ip()).collect();
+        self.decapsulation_program.as_ref().map_or(Ok(()), |program| program.set_vips(&vips))
     }
 
     /// Returns a warning about services whose packets are not decapsulated, for `coreward status`.
-    pub fn warning(&self) -> Option<String> {
-        (self.program.is_none() && !self.services.is_empty()).then(|| {
+    pub fn missing_program_warning(&self) -> Option<String> {
+        (self.decapsulation_program.is_none() && !self.encapsulating_services.is_empty()).then(|| {
             format!(
                 "packets of {} arrive encapsulated: expected `decapsulate_from` with the load balancers' addresses, or \
                  a device of the kernel that decapsulates",
-                self.services.join(", ")
+                self.encapsulating_services.join(", ")
             )
         })
     }
 
     /// Returns the names and values of the program's counters; empty without a program.
     pub fn counters(&self) -> Vec<(String, u64)> {
-        let Some(counters) = self.program.as_ref().and_then(|program| program.counters().ok()) else {
+        let Some(counters) = self.decapsulation_program.as_ref().and_then(|program| program.counters().ok()) else {
             return Vec::new();
         };
         decap::COUNTER_NAMES.into_iter().map(str::to_owned).zip(counters).collect()
@@ -56,6 +56,6 @@ impl Decapsulator {
 }
 
 /// Detaches the decapsulating program, if one is attached.
-pub fn remove(config: &Config) -> anyhow::Result<()> {
+pub fn detach_program(config: &Config) -> anyhow::Result<()> {
     decap::remove(&config.pin_directory)
 }

@@ -10,8 +10,8 @@ const DETAILS_INTERVAL: Duration = Duration::from_secs(1);
 /// Parts of reports that were already sent on a stream; empty at the start of the stream.
 #[derive(Debug, Clone, Default)]
 pub struct ReportState {
-    rss_generation: u64,
-    details: Option<SentDetails>,
+    sent_rss_generation: u64,
+    sent_details: Option<SentDetails>,
 }
 
 #[derive(Debug, Clone)]
@@ -22,22 +22,22 @@ struct SentDetails {
 
 impl ReportState {
     /// Returns the generation of the newest RSS settings that were sent, or 0 if none were sent.
-    pub fn rss_generation(&self) -> u64 {
-        self.rss_generation
+    pub fn sent_rss_generation(&self) -> u64 {
+        self.sent_rss_generation
     }
 
     /// Returns whether the next report needs details. While a server drains, every report does: operators wait for its
     /// connection counts.
     pub fn needs_details(&self, configuration: Option<&AgentConfiguration>, warnings: &[String]) -> bool {
-        let may_omit = configuration.is_some_and(|configuration| !configuration.is_draining);
-        let newest = self.details.as_ref().filter(|_| may_omit);
-        newest.is_none_or(|newest| newest.sent_at.elapsed() >= DETAILS_INTERVAL || newest.warnings != *warnings)
+        let may_omit_details = configuration.is_some_and(|configuration| !configuration.is_draining);
+        let newest_details = self.sent_details.as_ref().filter(|_| may_omit_details);
+        newest_details.is_none_or(|newest| newest.sent_at.elapsed() >= DETAILS_INTERVAL || newest.warnings != *warnings)
     }
 
     pub fn after_report(&self, report: &v1::Report) -> Self {
-        let new = || SentDetails { sent_at: Instant::now(), warnings: report.warnings.clone() };
-        let details = if report.without_details { self.details.clone() } else { Some(new()) };
-        Self { rss_generation: report.rss_generation, details }
+        let new_details = || SentDetails { sent_at: Instant::now(), warnings: report.warnings.clone() };
+        let sent_details = if report.without_details { self.sent_details.clone() } else { Some(new_details()) };
+        Self { sent_rss_generation: report.rss_generation, sent_details }
     }
 }
 
@@ -47,13 +47,13 @@ mod tests {
 
     #[test]
     fn details_are_sent_first_and_when_warnings_change() {
-        let sent = ReportState::default();
-        assert!(sent.needs_details(None, &[]), "nothing was sent");
+        let initial_state = ReportState::default();
+        assert!(initial_state.needs_details(None, &[]), "nothing was sent");
         let report = v1::Report { rss_generation: 3, warnings: vec!["aRFS is on".into()], ..Default::default() };
-        let sent = sent.after_report(&report);
-        assert_eq!(sent.rss_generation(), 3);
-        assert!(sent.needs_details(None, &report.warnings), "there is no configuration yet");
-        let short = v1::Report { rss_generation: 4, without_details: true, ..Default::default() };
-        assert_eq!(sent.after_report(&short).details.unwrap().warnings, report.warnings);
+        let sent_state = initial_state.after_report(&report);
+        assert_eq!(sent_state.sent_rss_generation(), 3);
+        assert!(sent_state.needs_details(None, &report.warnings), "there is no configuration yet");
+        let report_without_details = v1::Report { rss_generation: 4, without_details: true, ..Default::default() };
+        assert_eq!(sent_state.after_report(&report_without_details).sent_details.unwrap().warnings, report.warnings);
     }
 }

@@ -15,7 +15,7 @@ use serde::Serialize;
 
 use crate::rss::ethtool::EthtoolRss;
 use crate::rss::input::TransformSearch;
-use crate::rss::rss_verifier::{RssVerifier, Verdict};
+use crate::rss::rss_verifier::{RssVerdict, RssVerifier};
 use crate::rss::{RssDevice as _, RssSettings};
 
 /// Options of `coreward agent rss`.
@@ -42,7 +42,7 @@ pub struct RssArgs {
 }
 
 /// Interval between polls of the samples: fewer SYNs than `RSS_SAMPLES` should arrive in one interval.
-const POLL_INTERVAL: Duration = Duration::from_millis(50);
+const SAMPLE_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 #[derive(Serialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
@@ -58,7 +58,7 @@ enum OutputLine<'a> {
         matched: u64,
         mismatched: u64,
         without_queue: u64,
-        verdict: Verdict,
+        verdict: RssVerdict,
         /// Input transform that the SYNs show, if the driver reports another one.
         input: Option<&'static str>,
     },
@@ -76,10 +76,11 @@ struct Syn {
 
 impl From<intf::rss_sample> for Syn {
     fn from(sample: intf::rss_sample) -> Self {
-        let socket = |address: [u32; 4], port: u16| SocketAddr::new(address_from_words(address), u16::from_be(port));
+        let to_socket_address =
+            |address: [u32; 4], port: u16| SocketAddr::new(address_from_words(address), u16::from_be(port));
         Self {
-            source: socket(sample.source_address, sample.source_port),
-            destination: socket(sample.destination_address, sample.destination_port),
+            source: to_socket_address(sample.source_address, sample.source_port),
+            destination: to_socket_address(sample.destination_address, sample.destination_port),
             hash: sample.hash,
             predicted_queue: sample.predicted_queue,
             actual_queue: sample.actual_queue,
@@ -92,108 +93,109 @@ impl From<intf::rss_sample> for Syn {
 pub fn run(args: &RssArgs) -> anyhow::Result<bool> {
     let interface_index = nix::net::if_::if_nametoindex(args.interface.as_str())
         .with_context(|| format!("interface {}: expected a device of this network namespace", args.interface))?;
-    let mut device = EthtoolRss::new(&vlan_device::nic(&args.interface));
-    set(args, &mut device)?;
-    let rss = device.read()?;
-    let queues = device.receive_queues();
-    let nic = OutputLine::Nic {
+    let mut nic_device = EthtoolRss::new(&vlan_device::underlying_nic(&args.interface));
+    set_rss(args, &mut nic_device)?;
+    let rss_config = nic_device.read()?;
+    let receive_queue_count = nic_device.receive_queue_count();
+    let nic_line = OutputLine::Nic {
         interface: &args.interface,
-        receive_queues: queues,
-        key: rss.key.to_string(),
-        indirection_table: rss.indirection_table.queues(),
+        receive_queues: receive_queue_count,
+        key: rss_config.key.to_string(),
+        indirection_table: rss_config.indirection_table.queues(),
     };
     if args.seconds == 0 {
-        print(args.json, &nic)?;
+        print_line(args.json, &nic_line)?;
         return Ok(true);
     }
-    let mut programs = ServerPrograms::load_only(true)?;
-    programs.set_rss(Some(&rss), 1);
-    let _held =
-        tc::attach_until_drop(programs.program(Direction::Ingress).as_fd(), interface_index, Direction::Ingress)?;
+    let mut bpf_programs = ServerPrograms::load_only(true)?;
+    bpf_programs.set_rss_config(Some(&rss_config), 1);
+    let _tc_attachment =
+        tc::attach_until_drop(bpf_programs.program(Direction::Ingress).as_fd(), interface_index, Direction::Ingress)?;
     // The command sees every SYN after this line.
-    print(args.json, &nic)?;
-    watch_syns(args, &programs, &rss)
+    print_line(args.json, &nic_line)?;
+    watch_syns(args, &bpf_programs, &rss_config)
 }
 
-fn set(args: &RssArgs, device: &mut EthtoolRss) -> anyhow::Result<()> {
+fn set_rss(args: &RssArgs, device: &mut EthtoolRss) -> anyhow::Result<()> {
     if args.set_key.is_none() && args.balanced_seed.is_none() {
         return Ok(());
     }
     let mut settings = RssSettings { key: args.set_key.as_ref().map(|key| key.bytes().to_vec()), ..Default::default() };
     if let Some(seed) = args.balanced_seed {
-        let table = IndirectionTable::balanced(seed.into(), device.table_entries()?, device.receive_queues())?;
+        let table = IndirectionTable::balanced(seed.into(), device.table_entry_count()?, device.receive_queue_count())?;
         settings.indirection_table = table.queues().iter().map(|queue| u32::from(*queue)).collect();
     }
     Ok(device.write(&settings)?)
 }
 
 fn watch_syns(args: &RssArgs, programs: &ServerPrograms, rss: &RssConfig) -> anyhow::Result<bool> {
-    let end = Instant::now() + Duration::from_secs(args.seconds);
+    let deadline = Instant::now() + Duration::from_secs(args.seconds);
     let (mut last, mut search, mut input) = (0, TransformSearch::default(), None);
     loop {
-        let over = Instant::now() >= end;
-        let samples = programs.samples(last);
-        input = search.observe(rss, &samples).or(input);
-        for sample in samples {
+        let is_time_over = Instant::now() >= deadline;
+        let syn_samples = programs.samples_after(last);
+        input = search.observe_samples(rss, &syn_samples).or(input);
+        for sample in syn_samples {
             last = sample.sequence;
-            print(args.json, &OutputLine::Syn(sample.into()))?;
+            print_line(args.json, &OutputLine::Syn(sample.into()))?;
         }
-        if over || args.syns.is_some_and(|syns| last >= syns) {
+        if is_time_over || args.syns.is_some_and(|syns| last >= syns) {
             break;
         }
-        std::thread::sleep(POLL_INTERVAL);
+        std::thread::sleep(SAMPLE_POLL_INTERVAL);
     }
     let counters = programs.counters();
-    let count = |counter: intf::server_counter| counters[counter as usize];
-    let (matched, mismatched) = (count(intf::SERVER_COUNTER_RSS_MATCHED), count(intf::SERVER_COUNTER_RSS_MISMATCHED));
-    let verdict = RssVerifier::default().observe(&rss.indirection_table, matched, mismatched);
-    let without_queue = count(intf::SERVER_COUNTER_RSS_UNPREDICTED);
-    let input = input.filter(|_| verdict == Verdict::NotInForce).map(InputTransform::name);
-    print(args.json, &OutputLine::End { matched, mismatched, without_queue, verdict, input })?;
-    Ok(verdict != Verdict::NotInForce)
+    let counter_value = |counter: intf::server_counter| counters[counter as usize];
+    let (matched, mismatched) =
+        (counter_value(intf::SERVER_COUNTER_RSS_MATCHED), counter_value(intf::SERVER_COUNTER_RSS_MISMATCHED));
+    let verdict = RssVerifier::default().observe_counts(&rss.indirection_table, matched, mismatched);
+    let without_queue = counter_value(intf::SERVER_COUNTER_RSS_UNPREDICTED);
+    let input = input.filter(|_| verdict == RssVerdict::NotInForce).map(InputTransform::name);
+    print_line(args.json, &OutputLine::End { matched, mismatched, without_queue, verdict, input })?;
+    Ok(verdict != RssVerdict::NotInForce)
 }
 
 /// Prints a line and flushes it, so that a test that reads the output sees each SYN at once.
-fn print(json: bool, line: &OutputLine<'_>) -> anyhow::Result<()> {
+fn print_line(json: bool, line: &OutputLine<'_>) -> anyhow::Result<()> {
     use std::io::Write as _;
-    let text = if json { serde_json::to_string(line)? } else { text(line) };
-    let mut out = std::io::stdout().lock();
-    writeln!(out, "{text}")?;
-    Ok(out.flush()?)
+    let text = if json { serde_json::to_string(line)? } else { format_line(line) };
+    let mut stdout = std::io::stdout().lock();
+    writeln!(stdout, "{text}")?;
+    Ok(stdout.flush()?)
 }
 
-fn text(line: &OutputLine<'_>) -> String {
+fn format_line(line: &OutputLine<'_>) -> String {
     match line {
         OutputLine::Nic { interface, receive_queues, key, indirection_table } => {
-            let rows: Vec<String> = indirection_table
+            let table_rows: Vec<String> = indirection_table
                 .chunks(16)
                 .enumerate()
                 .map(|(row, queues)| {
-                    let queues: Vec<String> = queues.iter().map(|queue| format!("{queue:3}")).collect();
-                    format!("  {:4}: {}", row * 16, queues.join(" "))
+                    let queue_columns: Vec<String> = queues.iter().map(|queue| format!("{queue:3}")).collect();
+                    format!("  {:4}: {}", row * 16, queue_columns.join(" "))
                 })
                 .collect();
             format!(
                 "{interface}: {receive_queues} receive queues\nkey: {key}\ntable of {} entries:\n{}",
                 indirection_table.len(),
-                rows.join("\n")
+                table_rows.join("\n")
             )
         }
         OutputLine::Syn(Syn { source, destination, hash, predicted_queue, actual_queue }) => {
-            let fits = if predicted_queue == actual_queue { "" } else { "  <- another one" };
+            let mismatch_note = if predicted_queue == actual_queue { "" } else { "  <- another one" };
             format!(
                 "{source} -> {destination}: hash {hash:#010x}, predicted queue {predicted_queue}, arrived on \
-                 {actual_queue}{fits}"
+                 {actual_queue}{mismatch_note}"
             )
         }
         OutputLine::End { matched, mismatched, without_queue, verdict, input } => {
-            let input = input.map_or(String::new(), |input| {
+            let input_note = input.map_or(String::new(), |input| {
                 format!("; they arrive as if the NIC hashed its input {input}, which the agent finds out by itself")
             });
             format!(
                 "{matched} SYNs arrived on the predicted queue, {mismatched} on another one, {without_queue} on none \
                  that was \
-                 recorded: {verdict}{input}"
+                 recorded: {verdict}{input_note}"
             )
         }
     }

@@ -16,7 +16,7 @@ pub struct RssConflicts {
     /// Value of net.core.rps_sock_flow_entries; RFS also needs [`Self::rfs_queues`] (get_rps_cpu() in net/core/dev.c).
     pub rps_sock_flow_entries: u64,
     /// Whether the driver accepts rules for single flows, and with RFS sets them itself (accelerated RFS).
-    pub takes_flow_rules: bool,
+    pub accepts_flow_rules: bool,
     pub flow_rule_count: u64,
     pub is_irqbalance_running: bool,
 }
@@ -24,15 +24,17 @@ pub struct RssConflicts {
 impl RssConflicts {
     /// Gathers the conflicts that are present. Reads all of /proc, so call it at most a few times a minute.
     pub fn gather(interface: &str) -> Self {
-        let queues = sysfs::device_directory(interface).map(|directory| directory.join("queues"));
-        let set = |attribute| queues.as_deref().map_or_else(Vec::new, |queues| queues_with(queues, attribute));
-        let flows = fs::read_to_string("/proc/sys/net/core/rps_sock_flow_entries").unwrap_or_default();
-        let (takes_flow_rules, flow_rule_count) = ntuple_and_rule_count(interface);
+        let queues_directory = sysfs::device_directory(interface).map(|directory| directory.join("queues"));
+        let queues_with_attribute_set = |attribute| {
+            queues_directory.as_deref().map_or_else(Vec::new, |queues| queues_with_nonzero_attribute(queues, attribute))
+        };
+        let flow_entries_text = fs::read_to_string("/proc/sys/net/core/rps_sock_flow_entries").unwrap_or_default();
+        let (accepts_flow_rules, flow_rule_count) = ntuple_and_rule_count(interface);
         Self {
-            rps_queues: set("rps_cpus"),
-            rfs_queues: set("rps_flow_cnt"),
-            rps_sock_flow_entries: flows.trim().parse().unwrap_or(0),
-            takes_flow_rules,
+            rps_queues: queues_with_attribute_set("rps_cpus"),
+            rfs_queues: queues_with_attribute_set("rps_flow_cnt"),
+            rps_sock_flow_entries: flow_entries_text.trim().parse().unwrap_or(0),
+            accepts_flow_rules,
             flow_rule_count,
             is_irqbalance_running: is_process_running("irqbalance"),
         }
@@ -44,47 +46,48 @@ impl RssConflicts {
 
     /// Returns the name of the kind of RFS that this device uses, for messages.
     pub fn flow_steering_name(&self) -> &'static str {
-        if self.takes_flow_rules { "accelerated RFS" } else { "RFS" }
+        if self.accepts_flow_rules { "accelerated RFS" } else { "RFS" }
     }
 
     pub fn describe(&self, interface: &str) -> Vec<String> {
-        let mut found = Vec::new();
+        let mut descriptions = Vec::new();
         if !self.rps_queues.is_empty() {
-            found.push(format!("RPS is on for {interface} ({}): expected rps_cpus 0", self.rps_queues.join(", ")));
+            descriptions
+                .push(format!("RPS is on for {interface} ({}): expected rps_cpus 0", self.rps_queues.join(", ")));
         }
         if self.has_rfs() {
             let (kind, entries, queues) =
                 (self.flow_steering_name(), self.rps_sock_flow_entries, self.rfs_queues.join(", "));
-            found.push(format!(
+            descriptions.push(format!(
                 "{kind} is on for {interface} (rps_sock_flow_entries {entries}, {queues}): expected rps_flow_cnt 0"
             ));
         }
         if self.flow_rule_count > 0 {
-            let rules = self.flow_rule_count;
-            found.push(format!(
-                "{interface} has {rules} flow rules (`ethtool -n {interface}`), which override its RSS table"
+            let rule_count = self.flow_rule_count;
+            descriptions.push(format!(
+                "{interface} has {rule_count} flow rules (`ethtool -n {interface}`), which override its RSS table"
             ));
         }
         if self.is_irqbalance_running {
-            found.push("irqbalance is running: it moves receive queues from CPU to CPU".to_owned());
+            descriptions.push("irqbalance is running: it moves receive queues from CPU to CPU".to_owned());
         }
-        found
+        descriptions
     }
 }
 
-fn queues_with(queues: &Path, attribute: &str) -> Vec<String> {
-    let mut found: Vec<String> = fs::read_dir(queues)
+fn queues_with_nonzero_attribute(queues: &Path, attribute: &str) -> Vec<String> {
+    let mut queue_names: Vec<String> = fs::read_dir(queues)
         .into_iter()
         .flatten()
         .flatten()
         .filter(|queue| {
-            let value = fs::read_to_string(queue.path().join(attribute)).unwrap_or_default();
-            value.chars().any(|digit| digit.is_ascii_hexdigit() && digit != '0')
+            let attribute_value = fs::read_to_string(queue.path().join(attribute)).unwrap_or_default();
+            attribute_value.chars().any(|digit| digit.is_ascii_hexdigit() && digit != '0')
         })
         .filter_map(|queue| queue.file_name().into_string().ok())
         .collect();
-    found.sort();
-    found
+    queue_names.sort();
+    queue_names
 }
 
 fn is_process_running(command: &str) -> bool {
@@ -99,15 +102,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn queues_whose_packets_go_elsewhere_are_named() {
-        let queues = tempfile::tempdir().unwrap();
+    fn queues_with_nonzero_rps_mask_are_found() {
+        let queues_directory = tempfile::tempdir().unwrap();
         for (queue, mask) in [("rx-0", "0000,00000000\n"), ("rx-1", "0000,0000000f\n"), ("rx-10", "1\n")] {
-            fs::create_dir(queues.path().join(queue)).unwrap();
-            fs::write(queues.path().join(queue).join("rps_cpus"), mask).unwrap();
+            fs::create_dir(queues_directory.path().join(queue)).unwrap();
+            fs::write(queues_directory.path().join(queue).join("rps_cpus"), mask).unwrap();
         }
-        fs::create_dir(queues.path().join("tx-0")).unwrap();
-        assert_eq!(queues_with(queues.path(), "rps_cpus"), ["rx-1", "rx-10"]);
-        assert!(queues_with(queues.path(), "rps_flow_cnt").is_empty());
+        fs::create_dir(queues_directory.path().join("tx-0")).unwrap();
+        assert_eq!(queues_with_nonzero_attribute(queues_directory.path(), "rps_cpus"), ["rx-1", "rx-10"]);
+        assert!(queues_with_nonzero_attribute(queues_directory.path(), "rps_flow_cnt").is_empty());
     }
 
     #[test]
@@ -117,27 +120,27 @@ mod tests {
             rps_queues: vec!["rx-0".to_owned()],
             rfs_queues: vec!["rx-1".to_owned(), "rx-2".to_owned()],
             rps_sock_flow_entries: 32_768,
-            takes_flow_rules: true,
+            accepts_flow_rules: true,
             flow_rule_count: 3,
             is_irqbalance_running: true,
         };
-        let words = rss_conflicts.describe("eth7").join("\n");
+        let descriptions = rss_conflicts.describe("eth7").join("\n");
         for expected in [
             "RPS is on for eth7 (rx-0)",
             "accelerated RFS is on for eth7 (rps_sock_flow_entries 32768, rx-1, rx-2)",
             "eth7 has 3 flow rules",
             "irqbalance is running",
         ] {
-            assert!(words.contains(expected), "{words}");
+            assert!(descriptions.contains(expected), "{descriptions}");
         }
         // RFS is configured on the host, but this device's queues have no table: the kernel ignores it.
         assert!(!RssConflicts { rfs_queues: vec![], ..rss_conflicts }.has_rfs());
     }
 
     #[test]
-    fn running_commands_are_found() {
-        let own = fs::read_to_string("/proc/self/comm").unwrap();
-        assert!(is_process_running(own.trim_end()));
+    fn running_processes_are_found_by_command_name() {
+        let own_command_name = fs::read_to_string("/proc/self/comm").unwrap();
+        assert!(is_process_running(own_command_name.trim_end()));
         assert!(!is_process_running("no-such-command"));
     }
 }

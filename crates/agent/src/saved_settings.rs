@@ -19,72 +19,75 @@ pub struct SavedSettings {
 }
 
 /// Bytes for the JSON of the longest table (2048 queues of up to 5 digits) and key, with a reserve.
-const VALUE_BYTES: u32 = 16384;
+const MAP_VALUE_BYTES: u32 = 16384;
 const MAP_NAME: &str = "coreward_orig";
 
 #[derive(Debug)]
 pub struct SettingsStore {
-    map: MapHandle,
-    pin: PathBuf,
-    content: SavedSettings,
+    settings_map: MapHandle,
+    map_pin: PathBuf,
+    current_settings: SavedSettings,
 }
 
 impl SettingsStore {
     /// Opens the settings that an earlier process saved in `pin_directory`, or creates an empty map. Fails when the
     /// directory is not in a BPF file system.
     pub fn open(pin_directory: &Path) -> anyhow::Result<Self> {
-        let pin = pin_directory.join("remembered");
-        if pin.exists() {
-            let map = MapHandle::from_pinned_path(&pin).with_context(|| pin.display().to_string())?;
-            let no_entry = || format!("{}: expected a map with one entry, of this agent's settings", pin.display());
-            let bytes = map.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.with_context(no_entry)?;
-            let text = bytes.split(|byte| *byte == 0).next().unwrap_or_default();
+        let map_pin = pin_directory.join("remembered");
+        if map_pin.exists() {
+            let settings_map = MapHandle::from_pinned_path(&map_pin).with_context(|| map_pin.display().to_string())?;
+            let not_a_settings_map =
+                || format!("{}: expected a map with one entry, of this agent's settings", map_pin.display());
+            let map_value =
+                settings_map.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.with_context(not_a_settings_map)?;
+            let text = map_value.split(|byte| *byte == 0).next().unwrap_or_default();
             if text.is_empty() {
-                return Ok(Self { map, pin, content: SavedSettings::default() });
+                return Ok(Self { settings_map, map_pin, current_settings: SavedSettings::default() });
             }
-            let content = serde_json::from_slice(text).unwrap_or_else(|error| {
+            let current_settings = serde_json::from_slice(text).unwrap_or_else(|error| {
                 tracing::warn!(
                     event = "settings-unknown",
-                    pin = %pin.display(),
+                    pin = %map_pin.display(),
                     %error,
                     "the agent cannot decode the saved settings: `coreward agent --detach` will not restore the \
                      originals"
                 );
                 SavedSettings::default()
             });
-            return Ok(Self { map, pin, content });
+            return Ok(Self { settings_map, map_pin, current_settings });
         }
         fs::create_dir_all(pin_directory).with_context(|| pin_directory.display().to_string())?;
         let options = libbpf_sys::bpf_map_create_opts {
             sz: size_of::<libbpf_sys::bpf_map_create_opts>() as _,
             ..Default::default()
         };
-        let mut map = MapHandle::create(MapType::Array, Some(MAP_NAME), 4, VALUE_BYTES, 1, &options)
+        let mut settings_map = MapHandle::create(MapType::Array, Some(MAP_NAME), 4, MAP_VALUE_BYTES, 1, &options)
             .context("cannot create the BPF map of saved settings")?;
-        map.pin(&pin)
-            .with_context(|| format!("cannot pin {}: expected a directory of a mounted bpffs", pin.display()))?;
-        Ok(Self { map, pin, content: SavedSettings::default() })
+        settings_map
+            .pin(&map_pin)
+            .with_context(|| format!("cannot pin {}: expected a directory of a mounted bpffs", map_pin.display()))?;
+        Ok(Self { settings_map, map_pin, current_settings: SavedSettings::default() })
     }
 
     pub fn get(&self) -> &SavedSettings {
-        &self.content
+        &self.current_settings
     }
 
     /// Changes the saved settings. Fails when the map cannot be written.
     pub fn change(&mut self, change: impl FnOnce(&mut SavedSettings)) -> anyhow::Result<()> {
-        change(&mut self.content);
-        let mut bytes = serde_json::to_vec(&self.content)?;
+        change(&mut self.current_settings);
+        let mut map_value = serde_json::to_vec(&self.current_settings)?;
         anyhow::ensure!(
-            bytes.len() < VALUE_BYTES as usize,
-            "the saved settings have {} bytes: expected fewer than {VALUE_BYTES}",
-            bytes.len()
+            map_value.len() < MAP_VALUE_BYTES as usize,
+            "the saved settings have {} bytes: expected fewer than {MAP_VALUE_BYTES}",
+            map_value.len()
         );
-        bytes.resize(VALUE_BYTES as usize, 0);
-        let updated = self.map.update(&0u32.to_ne_bytes(), &bytes, MapFlags::ANY);
-        updated.with_context(|| format!("cannot save original settings in {}", self.pin.display()))
+        map_value.resize(MAP_VALUE_BYTES as usize, 0);
+        let update_result = self.settings_map.update(&0u32.to_ne_bytes(), &map_value, MapFlags::ANY);
+        update_result.with_context(|| format!("cannot save original settings in {}", self.map_pin.display()))
     }
 
     pub fn remove(self) -> anyhow::Result<()> {
-        fs::remove_file(&self.pin).with_context(|| self.pin.display().to_string())
+        fs::remove_file(&self.map_pin).with_context(|| self.map_pin.display().to_string())
     }
 }

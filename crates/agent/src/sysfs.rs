@@ -9,13 +9,13 @@ use nix::ifaddrs::getifaddrs;
 /// Returns `/sys/class/net/INTERFACE`, or `None` if /sys is missing or shows the devices of another namespace.
 pub fn device_directory(interface: &str) -> Option<PathBuf> {
     let directory = Path::new("/sys/class/net").join(interface);
-    let shown = fs::read_to_string(directory.join("address")).ok()?;
-    let ours = getifaddrs().ok()?.find_map(|entry| {
+    let sysfs_mac_address = fs::read_to_string(directory.join("address")).ok()?;
+    let own_mac_address = getifaddrs().ok()?.find_map(|entry| {
         let address = *entry.address.as_ref().filter(|_| entry.interface_name == interface)?.as_link_addr()?;
         address.addr()
     })?;
-    let ours: Vec<String> = ours.iter().map(|byte| format!("{byte:02x}")).collect();
-    (shown.trim() == ours.join(":")).then_some(directory)
+    let own_mac_address: Vec<String> = own_mac_address.iter().map(|byte| format!("{byte:02x}")).collect();
+    (sysfs_mac_address.trim() == own_mac_address.join(":")).then_some(directory)
 }
 
 #[cfg(test)]
@@ -23,7 +23,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn missing_device_has_no_directory() {
+    fn missing_device_has_no_sysfs_directory() {
         assert_eq!(device_directory("nonexistent0"), None);
     }
 }

@@ -4,31 +4,31 @@
 
 use std::time::{Duration, Instant};
 
-use coreward_model::consistency::{Consistency, Timestamps};
-use coreward_wire::StampedService;
+use coreward_model::consistency::{Consistency, TimestampOrigin};
+use coreward_wire::AgentService;
 
 /// Time for which the warning remains after the last unstamped SYN-ACK.
 const WARNING_DURATION: Duration = Duration::from_secs(60);
 
 /// Monitor of the number of SYN-ACKs that could not be stamped.
 #[derive(Debug)]
-pub struct UnstampedSynAcks {
+pub struct UnstampedSynAckMonitor {
     last_count: u64,
-    last_increase: Option<Instant>,
+    last_increase_at: Option<Instant>,
 }
 
-impl UnstampedSynAcks {
+impl UnstampedSynAckMonitor {
     /// Returns a monitor that ignores what was `counted` by an earlier process.
     pub fn from(counted: u64) -> Self {
-        Self { last_count: counted, last_increase: None }
+        Self { last_count: counted, last_increase_at: None }
     }
 
     /// Evaluates the total number of unstamped SYN-ACKs. Returns the warning as text for `coreward status`.
-    pub fn observe(&mut self, counted: u64, now: Instant) -> Option<String> {
+    pub fn observe_count(&mut self, counted: u64, now: Instant) -> Option<String> {
         if counted > self.last_count {
-            (self.last_count, self.last_increase) = (counted, Some(now));
+            (self.last_count, self.last_increase_at) = (counted, Some(now));
         }
-        self.last_increase.is_some_and(|at| now.duration_since(at) < WARNING_DURATION).then(|| {
+        self.last_increase_at.is_some_and(|at| now.duration_since(at) < WARNING_DURATION).then(|| {
             format!(
                 "{counted} SYN-ACKs came from another network namespace (a container?) whose net.ipv4.tcp_timestamps \
                  is not 2: \
@@ -40,12 +40,12 @@ impl UnstampedSynAcks {
 }
 
 /// Returns the features that a service lacks when its SYN-ACKs are forwarded unstamped, or `None` if it lacks none.
-pub fn limitation(service: &StampedService) -> Option<String> {
+pub fn lost_features(service: &AgentService) -> Option<String> {
     let mode = service.mode;
-    let limitation = match mode.consistency {
+    let limitation_text = match mode.consistency {
         _ if mode.migration.is_some() => "connections at the other load balancer break (migration)",
         Consistency::Beamer => "connections break when their bucket changes hands (`consistency = \"beamer\"`)",
-        _ if mode.has_cookies() && mode.timestamps == Timestamps::Off => {
+        _ if mode.has_cookies() && mode.timestamps == TimestampOrigin::Off => {
             "connections without a flow-table entry break when their bucket changes hands (`timestamps = \"off\"`)"
         }
         Consistency::Stateful => "connections are stateless (`consistency = \"stateful\"`)",
@@ -53,7 +53,7 @@ pub fn limitation(service: &StampedService) -> Option<String> {
     };
     Some(format!(
         "service {:?} answers from another network namespace (DNAT or a bridge), whose sockets are not visible: \
-         {limitation}; expected `consistency = \"stateless\"` with `timestamps = \"server\"`, or workers in the \
+         {limitation_text}; expected `consistency = \"stateless\"` with `timestamps = \"server\"`, or workers in the \
          server's own namespace (`docker run --network host`)",
         service.name
     ))
@@ -68,33 +68,36 @@ mod tests {
     use super::*;
 
     #[test]
-    fn warning_names_modes_that_need_the_socket() {
+    fn limitation_is_named_for_modes_that_need_the_socket() {
         let of = |consistency, timestamps| {
             let address = ServiceAddress { socket: "10.200.0.1:80".parse().unwrap(), protocol: Protocol::Tcp };
             let mode = ServiceMode { consistency, timestamps, ..ServiceMode::default() };
             let server_id = 3.try_into().unwrap();
-            limitation(&StampedService { name: "web".to_owned(), address, server_id, mode }).unwrap_or_default()
+            lost_features(&AgentService { name: "web".to_owned(), address, server_id, mode }).unwrap_or_default()
         };
         for (consistency, timestamps, expected) in [
-            (Consistency::Stateless, Timestamps::Server, ""),
-            (Consistency::HashTable, Timestamps::Server, ""),
-            (Consistency::None, Timestamps::Server, ""),
-            (Consistency::Stateful, Timestamps::Server, "connections are stateless"),
-            (Consistency::Stateless, Timestamps::Off, "timestamps = \"off\""),
-            (Consistency::Beamer, Timestamps::Server, "consistency = \"beamer\""),
+            (Consistency::Stateless, TimestampOrigin::Server, ""),
+            (Consistency::HashTable, TimestampOrigin::Server, ""),
+            (Consistency::None, TimestampOrigin::Server, ""),
+            (Consistency::Stateful, TimestampOrigin::Server, "connections are stateless"),
+            (Consistency::Stateless, TimestampOrigin::Off, "timestamps = \"off\""),
+            (Consistency::Beamer, TimestampOrigin::Server, "consistency = \"beamer\""),
         ] {
-            let found = of(consistency, timestamps);
-            assert!(found.contains(expected) && found.is_empty() == expected.is_empty(), "{consistency:?}: {found}");
+            let limitation_text = of(consistency, timestamps);
+            assert!(
+                limitation_text.contains(expected) && limitation_text.is_empty() == expected.is_empty(),
+                "{consistency:?}: {limitation_text}"
+            );
         }
     }
 
     #[test]
-    fn warning_ends_a_minute_after_the_last_syn_ack() {
-        let start = Instant::now();
-        let mut forwarded = UnstampedSynAcks::from(7);
-        assert_eq!(forwarded.observe(7, start), None);
-        assert!(forwarded.observe(9, start).unwrap().starts_with("9 SYN-ACKs"));
-        assert!(forwarded.observe(9, start + Duration::from_secs(59)).is_some());
-        assert_eq!(forwarded.observe(9, start + Duration::from_secs(61)), None);
+    fn warning_ends_a_minute_after_the_last_unstamped_syn_ack() {
+        let start_time = Instant::now();
+        let mut monitor = UnstampedSynAckMonitor::from(7);
+        assert_eq!(monitor.observe_count(7, start_time), None);
+        assert!(monitor.observe_count(9, start_time).unwrap().starts_with("9 SYN-ACKs"));
+        assert!(monitor.observe_count(9, start_time + Duration::from_secs(59)).is_some());
+        assert_eq!(monitor.observe_count(9, start_time + Duration::from_secs(61)), None);
     }
 }

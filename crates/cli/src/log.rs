@@ -13,7 +13,7 @@ use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::registry::LookupSpan;
 
 /// Environment variable for the log format: "text" (default) or "json".
-const FORMAT: &str = "COREWARD_LOG_FORMAT";
+const FORMAT_VARIABLE: &str = "COREWARD_LOG_FORMAT";
 
 /// Starts logging to standard error; `RUST_LOG` sets the level (default: info), `COREWARD_LOG_FORMAT=json` the format.
 /// Returns a setter of the level: `true`: debug, for this project's crates; `false`: as at the start.
@@ -21,20 +21,21 @@ const FORMAT: &str = "COREWARD_LOG_FORMAT";
 /// A line that cannot be written (a full disk) is lost. By default tracing-subscriber would report it with `eprintln!`,
 /// which panics then.
 pub fn start_logging() -> impl Fn(bool) + Send + Sync + 'static {
-    let as_started = || EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
-    let ansi = std::io::stderr().is_terminal();
-    let format = match std::env::var(FORMAT) {
+    let initial_filter = || EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
+    let uses_colours = std::io::stderr().is_terminal();
+    let format = match std::env::var(FORMAT_VARIABLE) {
         Ok(format) if format == "json" => LogFormat::Json,
-        _ => LogFormat::Text(format::format().with_target(false).with_ansi(ansi)),
+        _ => LogFormat::Text(format::format().with_target(false).with_ansi(uses_colours)),
     };
-    let builder = tracing_subscriber::fmt().with_env_filter(as_started()).with_ansi(ansi).log_internal_errors(false);
+    let builder =
+        tracing_subscriber::fmt().with_env_filter(initial_filter()).with_ansi(uses_colours).log_internal_errors(false);
     let builder = builder.event_format(format).with_writer(std::io::stderr).with_filter_reloading();
-    let filter = builder.reload_handle();
+    let filter_handle = builder.reload_handle();
     builder.init();
     move |debug| {
-        let next = if debug { EnvFilter::new("info,coreward=debug") } else { as_started() };
+        let new_filter = if debug { EnvFilter::new("info,coreward=debug") } else { initial_filter() };
         // Fails only if the subscriber has been dropped, and it lives as long as the process.
-        let _ = filter.reload(next);
+        let _ = filter_handle.reload(new_filter);
     }
 }
 
@@ -53,7 +54,7 @@ where
         if let Self::Text(format) = self {
             return format.format_event(context, writer, event);
         }
-        let mut fields = Fields(Map::new());
+        let mut fields = JsonFields(Map::new());
         let timestamp = humantime::format_rfc3339_micros(SystemTime::now()).to_string();
         fields.0.insert("timestamp".to_owned(), timestamp.into());
         fields.0.insert("level".to_owned(), event.metadata().level().as_str().into());
@@ -62,15 +63,15 @@ where
     }
 }
 
-struct Fields(Map<String, Value>);
+struct JsonFields(Map<String, Value>);
 
-impl Fields {
+impl JsonFields {
     fn insert(&mut self, field: &Field, value: impl Into<Value>) {
         self.0.insert(field.name().to_owned(), value.into());
     }
 }
 
-impl Visit for Fields {
+impl Visit for JsonFields {
     fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
         self.insert(field, format!("{value:?}"));
     }

@@ -6,7 +6,7 @@ use anyhow::Context as _;
 
 /// Sub-commands that print or write documentation of the command line.
 #[derive(Debug, clap::Subcommand)]
-pub enum ShellCommand {
+pub enum CliDocumentationCommand {
     /// Print the completion script of a shell
     Completions {
         /// Name of the shell
@@ -20,18 +20,18 @@ pub enum ShellCommand {
     },
 }
 
-impl ShellCommand {
+impl CliDocumentationCommand {
     /// Prints the completion script of `command`, or writes its man pages. Fails when the output cannot be written.
     pub fn run(&self, command: clap::Command) -> anyhow::Result<()> {
         match self {
-            Self::Completions { shell } => crate::print(&completions(*shell, command)),
+            Self::Completions { shell } => crate::print(&completion_script(*shell, command)),
             Self::Man { directory } => write_man_pages(directory, command),
         }
     }
 }
 
 /// Returns the script by which a shell completes the command's options and names.
-fn completions(shell: clap_complete::Shell, mut command: clap::Command) -> String {
+fn completion_script(shell: clap_complete::Shell, mut command: clap::Command) -> String {
     let (mut text, name) = (Vec::new(), command.get_name().to_owned());
     clap_complete::generate(shell, &mut command, name, &mut text);
     String::from_utf8_lossy(&text).into_owned()
@@ -39,11 +39,11 @@ fn completions(shell: clap_complete::Shell, mut command: clap::Command) -> Strin
 
 /// Writes a man page for each sub-command.
 fn write_man_pages(directory: &Path, command: clap::Command) -> anyhow::Result<()> {
-    let write = || {
+    let generate_pages = || {
         std::fs::create_dir_all(directory)?;
         clap_mangen::generate_to(command, directory)
     };
-    write().with_context(|| format!("cannot write man pages to {}", directory.display()))
+    generate_pages().with_context(|| format!("cannot write man pages to {}", directory.display()))
 }
 
 #[cfg(test)]
@@ -51,14 +51,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_sub_command_has_a_page_and_is_completed() {
+    fn every_sub_command_has_a_man_page_and_a_completion() {
         let directory = tempfile::tempdir().unwrap();
         let command = clap::Command::new("tool").subcommands([clap::Command::new("one"), clap::Command::new("two")]);
         write_man_pages(directory.path(), command.clone()).unwrap();
-        let bash = completions(clap_complete::Shell::Bash, command);
+        let bash_script = completion_script(clap_complete::Shell::Bash, command);
         for name in ["one", "two"] {
             assert!(directory.path().join(format!("tool-{name}.1")).is_file(), "{name}");
-            assert!(bash.contains(&format!("tool,{name})")), "{name}");
+            assert!(bash_script.contains(&format!("tool,{name})")), "{name}");
         }
     }
 }

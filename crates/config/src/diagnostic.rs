@@ -133,9 +133,9 @@ impl Diagnostics {
     /// Returns diagnostics for locations of a file that has no other mistakes. Messages have the form that
     /// [`Source::diagnostic_at`] expects.
     pub fn at(source: &Source, mut wrong: Vec<(Span, String)>) -> Self {
-        let omitted_count = wrong.len().saturating_sub(MAX_SHOWN_DIAGNOSTICS);
+        let omitted_diagnostic_count = wrong.len().saturating_sub(MAX_SHOWN_DIAGNOSTICS);
         wrong.truncate(MAX_SHOWN_DIAGNOSTICS);
-        Self { list: source.diagnostics_at(&wrong), omitted_count }
+        Self { list: source.diagnostics_at(&wrong), omitted_count: omitted_diagnostic_count }
     }
 }
 
@@ -153,9 +153,9 @@ pub fn find_nearest_name<'a>(given: &str, known: impl IntoIterator<Item = &'a st
     if given.len() > MAX_SHOWN_CHARS {
         return None;
     }
-    let given = given.to_lowercase();
-    let likeness = |name: &str| strsim::jaro_winkler(&given, &name.to_lowercase());
-    let alike =
-        known.into_iter().map(|name| (likeness(name), name)).filter(|(likeness, _)| *likeness >= MIN_SIMILARITY);
-    alike.max_by(|(a, _), (b, _)| a.total_cmp(b)).map(|(_, name)| name)
+    let lower_case_name = given.to_lowercase();
+    let similarity = |name: &str| strsim::jaro_winkler(&lower_case_name, &name.to_lowercase());
+    let similar_names =
+        known.into_iter().map(|name| (similarity(name), name)).filter(|(likeness, _)| *likeness >= MIN_SIMILARITY);
+    similar_names.max_by(|(a, _), (b, _)| a.total_cmp(b)).map(|(_, name)| name)
 }

@@ -218,8 +218,8 @@ impl FromTomlScalar for u64 {
     fn parse_number<T: FromToml>(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         let integer = value.get_ref().as_integer().and_then(to_i64).and_then(|integer| u64::try_from(integer).ok());
         if integer.is_none() && value.get_ref().is_integer() {
-            let written = reader.text_at(&value.span()).to_owned();
-            reader.report(value.span(), format!("{written}: expected {}", T::expected()));
+            let source_text = reader.text_at(&value.span()).to_owned();
+            reader.report(value.span(), format!("{source_text}: expected {}", T::expected()));
         } else if integer.is_none() {
             reader.report_wrong_type::<T>(value);
         }
@@ -263,11 +263,11 @@ impl<const MIN: u64, const MAX: u64> FromToml for Number<MIN, MAX> {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         match value.get_ref() {
             DeValue::Integer(integer) => {
-                let known = to_i64(integer).and_then(|integer| u64::try_from(integer).ok());
-                let number = known.filter(|number| (MIN..=MAX).contains(number)).map(Self);
-                let written = reader.text_at(&value.span()).to_owned();
+                let unsigned = to_i64(integer).and_then(|integer| u64::try_from(integer).ok());
+                let number = unsigned.filter(|number| (MIN..=MAX).contains(number)).map(Self);
+                let source_text = reader.text_at(&value.span()).to_owned();
                 reader.ok_or_report(
-                    number.ok_or_else(|| format!("{written}: expected {}", Self::expected())),
+                    number.ok_or_else(|| format!("{source_text}: expected {}", Self::expected())),
                     value.span(),
                 )
             }
@@ -317,8 +317,8 @@ impl From<Name> for String {
 impl FromToml for Name {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parse_text(value, reader, |name| {
-            let readable = name.chars().all(|c| !c.is_whitespace() && !c.is_control());
-            match name.is_empty() || !readable || name.len() > MAX_NAME_BYTES {
+            let is_readable = name.chars().all(|c| !c.is_whitespace() && !c.is_control());
+            match name.is_empty() || !is_readable || name.len() > MAX_NAME_BYTES {
                 true => Err(format!("name {name:?}: expected {}", Self::expected())),
                 false => Ok(Self(name.to_owned())),
             }
@@ -336,7 +336,7 @@ impl FromToml for Name {
 
 impl FromToml for Ipv4Addr {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        from_text(value, reader)
+        read_with_from_str(value, reader)
     }
 
     fn expected() -> String {
@@ -350,7 +350,7 @@ impl FromToml for Ipv4Addr {
 
 impl FromToml for IpAddr {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        from_text(value, reader)
+        read_with_from_str(value, reader)
     }
 
     fn expected() -> String {
@@ -364,7 +364,7 @@ impl FromToml for IpAddr {
 
 impl FromToml for SocketAddr {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        from_text(value, reader)
+        read_with_from_str(value, reader)
     }
 
     fn expected() -> String {
@@ -376,7 +376,7 @@ impl FromToml for SocketAddr {
     }
 }
 
-fn from_text<T: FromToml + FromStr>(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<T> {
+fn read_with_from_str<T: FromToml + FromStr>(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<T> {
     parse_text(value, reader, |text| text.parse().map_err(|_| format!("{text:?}: expected {}", T::expected())))
 }
 
@@ -401,12 +401,12 @@ pub fn parse_choice<T: FromToml>(
 ) -> Option<T> {
     let DeValue::String(given) = value.get_ref() else { return reader.report_wrong_type::<T>(value) };
     let names: Vec<String> = all.iter().map(|(name, _)| name.clone()).collect();
-    let known = all.into_iter().find(|(name, _)| name.as_str() == given.as_ref()).map(|(_, known)| known);
-    if known.is_none() {
+    let chosen_value = all.into_iter().find(|(name, _)| name.as_str() == given.as_ref()).map(|(_, known)| known);
+    if chosen_value.is_none() {
         let message = format!("{what} {given:?} is not known: expected {}", T::expected());
         reader.report_unknown_name(value.span(), message, given, names.iter().map(String::as_str));
     }
-    known
+    chosen_value
 }
 
 /// Returns the JSON schema of a value that is one of several names.

@@ -24,9 +24,9 @@ impl From<InterfaceName> for String {
 impl FromToml for InterfaceName {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parse_text(value, reader, |name| {
-            let has_length = (1..=MAX_INTERFACE_NAME_BYTES).contains(&name.len());
-            let is_odd = |c: char| c.is_whitespace() || c.is_control() || c == '/' || c == ':';
-            match has_length && !name.contains(is_odd) && name != "." && name != ".." {
+            let has_valid_length = (1..=MAX_INTERFACE_NAME_BYTES).contains(&name.len());
+            let is_forbidden_char = |c: char| c.is_whitespace() || c.is_control() || c == '/' || c == ':';
+            match has_valid_length && !name.contains(is_forbidden_char) && name != "." && name != ".." {
                 true => Ok(Self(name.to_owned())),
                 false => Err(format!("interface {name:?}: expected {}", Self::expected())),
             }

@@ -2,12 +2,12 @@
 
 use coreward_model::ServerId;
 use coreward_model::connection_table::TableSize;
-use coreward_model::consistency::{Consistency, Timestamps};
+use coreward_model::consistency::{Consistency, TimestampOrigin};
 use coreward_model::forwarding::Forwarding;
 use coreward_model::health::{Jitter, ProbeAddress, StatusRange, WhenAllDown};
-use coreward_model::load::Alpha;
+use coreward_model::load::SmoothingWeight;
 use coreward_model::placement::BucketCount;
-use coreward_model::policy::{Capacity, Weight};
+use coreward_model::policy::{ServerCapacity, ServerWeight};
 use coreward_model::rss::RssKey;
 use coreward_model::tuple::Protocol;
 use coreward_model::vlan::Vlan;
@@ -39,8 +39,8 @@ macro_rules! number {
 }
 
 number!(
-    Alpha as f64,
-    Alpha::new,
+    SmoothingWeight as f64,
+    SmoothingWeight::new,
     "a number above 0, at most 1",
     { "type": "number", "exclusiveMinimum": 0, "maximum": 1 }
 );
@@ -48,9 +48,9 @@ number!(BucketCount as u64, BucketCount::new, "a power of two from 1 to 2048",
     { "type": "integer", "enum": [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048] });
 number!(ServerId as u64, ServerId::try_from, format!("0 to {}", ServerId::COUNT - 1),
     { "type": "integer", "minimum": 0, "maximum": ServerId::COUNT - 1 });
-number!(Weight as u64, Weight::new, format!("0 (no new connections) to {}", Weight::MAX),
-    { "type": "integer", "minimum": 0, "maximum": Weight::MAX });
-number!(Capacity as f64, Capacity::new, "a number above 0, at most 1000000: cores of the usual speed",
+number!(ServerWeight as u64, ServerWeight::new, format!("0 (no new connections) to {}", ServerWeight::MAX),
+    { "type": "integer", "minimum": 0, "maximum": ServerWeight::MAX });
+number!(ServerCapacity as f64, ServerCapacity::new, "a number above 0, at most 1000000: cores of the usual speed",
     { "type": "number", "exclusiveMinimum": 0, "maximum": 1_000_000 });
 number!(Vlan as u64, Vlan::new, format!("1 to {}", Vlan::MAX),
     { "type": "integer", "minimum": 1, "maximum": Vlan::MAX });
@@ -86,9 +86,10 @@ string_enum!(Protocol, "protocol", Protocol::ALL.map(|protocol| (protocol.name()
 string_enum!(Consistency, "consistency", Consistency::ALL.map(|consistency| (consistency.name(), consistency)));
 string_enum!(Forwarding, "forwarding", Forwarding::ALL.map(|forwarding| (forwarding.name().to_owned(), forwarding)));
 string_enum!(
-    Timestamps,
+    TimestampOrigin,
     "who stamps,",
-    [Timestamps::Server, Timestamps::LoadBalancer, Timestamps::Off].map(|who| (who.name().to_owned(), who))
+    [TimestampOrigin::Server, TimestampOrigin::LoadBalancer, TimestampOrigin::Off]
+        .map(|who| (who.name().to_owned(), who))
 );
 
 impl SecretText for RssKey {

@@ -8,17 +8,17 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
 use crate::diagnostic::{MAX_SHOWN_DIAGNOSTICS, find_nearest_name};
-use crate::source::{Parsed, key_at, one_line};
+use crate::source::{ParsedToml, join_lines, key_at};
 use crate::{Diagnostic, Diagnostics, FromToml, Source, Span};
 
 /// Reader of one file's values, which stores mistakes and continues.
 pub struct Reader<'a> {
     source: &'a Source,
     /// Names of the keys that lead to the value that is being read.
-    keys: Vec<String>,
+    key_path: Vec<String>,
     pending_diagnostics: Vec<PendingDiagnostic>,
-    omitted_count: usize,
-    syntax: SyntaxErrors,
+    omitted_diagnostic_count: usize,
+    syntax_errors: SyntaxErrors,
 }
 
 /// Mistake whose line has not been computed yet.
@@ -34,7 +34,7 @@ struct PendingDiagnostic {
 #[derive(Default)]
 struct SyntaxErrors {
     has_error: bool,
-    lines: BTreeSet<usize>,
+    error_lines: BTreeSet<usize>,
     /// Line of the first syntax error after which tables may be incomplete.
     unreliable_from_line: Option<usize>,
 }
@@ -44,57 +44,58 @@ impl<'a> Reader<'a> {
         source: &'a Source,
         check: impl FnOnce(T, &mut Reader<'_>) -> Option<U>,
     ) -> Result<U, Diagnostics> {
-        let Parsed { table, errors, omitted_count } = source.parse_toml();
+        let ParsedToml { table, errors, omitted_error_count: omitted_count } = source.parse_toml();
         let mut reader = Self {
             source,
-            keys: Vec::new(),
+            key_path: Vec::new(),
             pending_diagnostics: Vec::new(),
-            omitted_count,
-            syntax: SyntaxErrors::default(),
+            omitted_diagnostic_count: omitted_count,
+            syntax_errors: SyntaxErrors::default(),
         };
         for error in &errors {
             reader.record_syntax_error(error);
         }
         let root = Spanned::new(table.span(), DeValue::Table(table.into_inner()));
-        let read = T::read(&root, &mut reader);
+        let root_value = T::read(&root, &mut reader);
         // Combinations of values cannot be checked in an incomplete file.
-        let checked = if reader.syntax.has_error { None } else { read.and_then(|read| check(read, &mut reader)) };
-        match checked {
+        let checked_value =
+            if reader.syntax_errors.has_error { None } else { root_value.and_then(|read| check(read, &mut reader)) };
+        match checked_value {
             Some(checked) if reader.pending_diagnostics.is_empty() => Ok(checked),
-            _ => Err(reader.diagnostics(root.get_ref())),
+            _ => Err(reader.into_diagnostics(root.get_ref())),
         }
     }
 
     fn record_syntax_error(&mut self, error: &toml::de::Error) {
         let span = error.span().unwrap_or_default();
         let line = self.source.line_number(&span);
-        self.syntax.has_error = true;
-        self.syntax.lines.insert(line);
+        self.syntax_errors.has_error = true;
+        self.syntax_errors.error_lines.insert(line);
         if self.source.line_text(line).trim_start().starts_with('[') {
-            self.syntax.unreliable_from_line =
-                Some(self.syntax.unreliable_from_line.map_or(line, |first| first.min(line)));
+            self.syntax_errors.unreliable_from_line =
+                Some(self.syntax_errors.unreliable_from_line.map_or(line, |first| first.min(line)));
         }
         // The parser returns an empty span for a missing value, which has no key.
         let key = span.is_empty().then(String::new);
-        let message = one_line(error.message());
+        let message = join_lines(error.message());
         self.pending_diagnostics.push(PendingDiagnostic { span, key, message, nearest: None });
     }
 
-    fn diagnostics(self, root: &DeValue<'_>) -> Diagnostics {
+    fn into_diagnostics(self, root: &DeValue<'_>) -> Diagnostics {
         let source = self.source;
-        let mistake = |found: PendingDiagnostic| {
+        let to_diagnostic = |found: PendingDiagnostic| {
             let key = found.key.or_else(|| Some(key_at(root.as_table()?, &found.span))).unwrap_or_default();
-            let mistake = Diagnostic::new(source.path(), source.location(&found.span), key, &found.message);
-            Diagnostic { nearest: found.nearest.map(String::into), ..mistake }
+            let diagnostic = Diagnostic::new(source.path(), source.location(&found.span), key, &found.message);
+            Diagnostic { nearest: found.nearest.map(String::into), ..diagnostic }
         };
-        let mut list: Vec<Diagnostic> = self.pending_diagnostics.into_iter().map(mistake).collect();
-        list.sort_by_key(|mistake| mistake.location);
-        Diagnostics { list, omitted_count: self.omitted_count }
+        let mut shown_diagnostics: Vec<Diagnostic> = self.pending_diagnostics.into_iter().map(to_diagnostic).collect();
+        shown_diagnostics.sort_by_key(|mistake| mistake.location);
+        Diagnostics { list: shown_diagnostics, omitted_count: self.omitted_diagnostic_count }
     }
 
     /// Stores a mistake at a location. `message` has the form "found: expected ...".
     pub fn report(&mut self, span: Span, message: impl Display) {
-        self.push(span, message, || None);
+        self.push_diagnostic(span, message, || None);
     }
 
     /// Stores a mistake within the value that is being read; the key is found from the location.
@@ -104,10 +105,10 @@ impl<'a> Reader<'a> {
 
     /// Runs `check` on the value that is being read; the key of each mistake is found from its location.
     pub fn check_value<T>(&mut self, check: impl FnOnce(&mut Self) -> T) -> T {
-        let keys = std::mem::take(&mut self.keys);
-        let checked = check(self);
-        self.keys = keys;
-        checked
+        let key_path = std::mem::take(&mut self.key_path);
+        let result = check(self);
+        self.key_path = key_path;
+        result
     }
 
     /// Stores a mistake about a name that is not in `known`, with the known name that is most similar.
@@ -118,24 +119,25 @@ impl<'a> Reader<'a> {
         given: &str,
         known: impl IntoIterator<Item = &'n str>,
     ) {
-        self.push(span, message, || find_nearest_name(given, known).map(str::to_owned));
+        self.push_diagnostic(span, message, || find_nearest_name(given, known).map(str::to_owned));
     }
 
-    fn push(&mut self, span: Span, message: impl Display, nearest: impl FnOnce() -> Option<String>) {
-        if self.syntax.has_error {
+    fn push_diagnostic(&mut self, span: Span, message: impl Display, nearest: impl FnOnce() -> Option<String>) {
+        if self.syntax_errors.has_error {
             let line = self.source.line_number(&span);
-            if self.syntax.lines.contains(&line) || self.syntax.unreliable_from_line.is_some_and(|first| first <= line)
+            if self.syntax_errors.error_lines.contains(&line)
+                || self.syntax_errors.unreliable_from_line.is_some_and(|first| first <= line)
             {
                 return;
             }
         }
         // A file may have a million mistakes: only the shown ones get a text.
         if self.pending_diagnostics.len() >= MAX_SHOWN_DIAGNOSTICS {
-            self.omitted_count += 1;
+            self.omitted_diagnostic_count += 1;
             return;
         }
         // The key of the present value is known without a search.
-        let key = (!self.keys.is_empty()).then(|| self.keys.join("."));
+        let key = (!self.key_path.is_empty()).then(|| self.key_path.join("."));
         self.pending_diagnostics.push(PendingDiagnostic {
             span,
             key,
@@ -152,11 +154,11 @@ impl<'a> Reader<'a> {
     /// Stores a mistake for a value whose type does not fit `T`.
     pub fn report_wrong_type<T: FromToml>(&mut self, value: &Spanned<DeValue<'_>>) -> Option<T> {
         let (kind, written) = (value.get_ref().type_str(), self.text_at(&value.span()));
-        let found = match value.get_ref() {
+        let description = match value.get_ref() {
             DeValue::Table(_) | DeValue::Array(_) => format!("a TOML {kind}"),
             _ => format!("{written} is a TOML {kind}"),
         };
-        self.report(value.span(), format!("{found}: expected {}", T::expected()));
+        self.report(value.span(), format!("{description}: expected {}", T::expected()));
         None
     }
 
@@ -204,16 +206,16 @@ impl<'a> Reader<'a> {
     }
 
     fn report_unknown_key(&mut self, key: &str, at: Span, known: &[&str], elsewhere: &[(&str, &str)]) {
-        self.keys.push(key.to_owned());
+        self.key_path.push(key.to_owned());
         match elsewhere.iter().find(|(name, _)| *name == key) {
             Some((_, expected)) => self.report(at, format!("is not known here: expected {expected}")),
             None => {
-                let list = known.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
-                let message = format!("is not known: expected one of {list}");
+                let key_list = known.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
+                let message = format!("is not known: expected one of {key_list}");
                 self.report_unknown_name(at, message, key, known.iter().copied());
             }
         }
-        self.keys.pop();
+        self.key_path.pop();
     }
 }
 
@@ -227,18 +229,18 @@ impl TableReader<'_, '_> {
     /// Returns the value of a key. A missing key has the value of `default`, or else of the type. Stores a mistake and
     /// returns `None` if the value is wrong, or missing without a default.
     pub fn read_key<T: FromToml>(&self, key: &str, default: Option<fn() -> T>, reader: &mut Reader<'_>) -> Option<T> {
-        reader.keys.push(key.to_owned());
+        reader.key_path.push(key.to_owned());
         let value = match self.table.get(key) {
             Some(value) => T::read(value, reader).or_else(|| T::value_after_error()),
             None if default.is_some() => None,
             None => {
-                if T::REQUIRED && !reader.syntax.has_error {
+                if T::REQUIRED && !reader.syntax_errors.has_error {
                     reader.report(self.span.clone(), format!("is missing: expected {}", T::expected()));
                 }
                 T::value_if_missing()
             }
         };
-        reader.keys.pop();
+        reader.key_path.pop();
         value.or_else(|| default.map(|default| default()))
     }
 }

@@ -55,31 +55,34 @@ pub fn reject_foreign_secrets() {
 
 /// Returns the trimmed text of a secret file. Fails if others can read it; see [`reject_foreign_secrets`].
 pub fn read_secret(path: &Path) -> Result<String, String> {
-    read_secret_of(path, REJECTS_FOREIGN_SECRETS.load(Ordering::Relaxed))
+    read_secret_checking_owner(path, REJECTS_FOREIGN_SECRETS.load(Ordering::Relaxed))
 }
 
 /// Returns the trimmed text of a secret file. `strict`: whether files of other users are rejected.
-pub(crate) fn read_secret_of(path: &Path, strict: bool) -> Result<String, String> {
-    let shown = path.display();
-    let unreadable = |reason: std::io::Error| format!("{shown}: {reason}: expected a readable file with the secret");
-    let file = std::fs::File::open(path).map_err(unreadable)?;
+pub(crate) fn read_secret_checking_owner(path: &Path, strict: bool) -> Result<String, String> {
+    let displayed_path = path.display();
+    let unreadable_message =
+        |reason: std::io::Error| format!("{displayed_path}: {reason}: expected a readable file with the secret");
+    let file = std::fs::File::open(path).map_err(unreadable_message)?;
     // Metadata of the open file, so that a concurrent rename has no effect.
-    let metadata = file.metadata().map_err(unreadable)?;
+    let metadata = file.metadata().map_err(unreadable_message)?;
     if metadata.is_dir() {
-        return Err(format!("{shown} is a directory: expected a readable file with the secret"));
+        return Err(format!("{displayed_path} is a directory: expected a readable file with the secret"));
     }
     let mode = metadata.permissions().mode() & 0o7777;
     if mode & 0o077 != 0 {
-        return Err(format!("others can read or write {shown} (mode {mode:04o}): expected `chmod 600 {shown}`"));
+        return Err(format!(
+            "others can read or write {displayed_path} (mode {mode:04o}): expected `chmod 600 {displayed_path}`"
+        ));
     }
     let (owner, own) = (metadata.uid(), nix::unistd::geteuid().as_raw());
     if strict && owner != own && owner != 0 {
         return Err(format!(
-            "{shown} belongs to user {owner}: expected user {own}, as which this runs, or root (chown)"
+            "{displayed_path} belongs to user {owner}: expected user {own}, as which this runs, or root (chown)"
         ));
     }
     let mut text = String::new();
-    file.take(MAX_SECRET_BYTES).read_to_string(&mut text).map_err(unreadable)?;
+    file.take(MAX_SECRET_BYTES).read_to_string(&mut text).map_err(unreadable_message)?;
     Ok(text.trim().to_owned())
 }
 
@@ -88,8 +91,8 @@ impl<T: SecretText> FromToml for Secret<T> {
         let DeValue::String(name) = value.get_ref() else { return reader.report_wrong_type::<Self>(value) };
         let path = reader.resolve_path(Path::new(name.as_ref()));
         let secret = read_secret(&path).and_then(|text| {
-            let wrong = |_| format!("{} holds something else: expected {}", path.display(), T::EXPECTED);
-            text.parse::<T>().map_err(wrong)
+            let invalid_message = |_| format!("{} holds something else: expected {}", path.display(), T::EXPECTED);
+            text.parse::<T>().map_err(invalid_message)
         });
         reader.ok_or_report(secret, value.span()).map(Self)
     }

@@ -17,7 +17,7 @@ use crate::{Diagnostic, Diagnostics, FromToml, Reader, Span};
 /// Maximum size of a file in bytes, equal to the API's limit of a fleet document.
 const MAX_FILE_BYTES: u64 = 8 << 20;
 /// Maximum nesting depth, equal to that of the `toml` crate.
-const MAX_DEPTH: u32 = 80;
+const MAX_NESTING_DEPTH: u32 = 80;
 
 /// Path and text of a TOML file.
 #[derive(Debug, Clone)]
@@ -29,12 +29,12 @@ pub struct Source {
 }
 
 /// Values and syntax errors of the parsed part of a TOML text.
-pub(crate) struct Parsed<'a> {
+pub(crate) struct ParsedToml<'a> {
     pub(crate) table: Spanned<DeTable<'a>>,
     /// The first syntax errors.
     pub(crate) errors: Vec<toml::de::Error>,
     /// Lower bound of the number of further syntax errors.
-    pub(crate) omitted_count: usize,
+    pub(crate) omitted_error_count: usize,
 }
 
 /// Size of the part of a text that is parsed first, in bytes. Each further part is larger by half.
@@ -43,11 +43,11 @@ const FIRST_PART_BYTES: usize = 64 << 10;
 /// Parses growing parts of a text until one has more errors than are shown. Each error (also a duplicate key) costs a
 /// hundred times its size.
 fn parse_until_error_limit(text: &str) -> (Spanned<DeTable<'_>>, Vec<toml::de::Error>) {
-    let mut size = FIRST_PART_BYTES;
+    let mut part_bytes = FIRST_PART_BYTES;
     loop {
-        let part = text.get(..size).and_then(|part| Some(&part[..=part.rfind('\n')?]));
+        let part = text.get(..part_bytes).and_then(|part| Some(&part[..=part.rfind('\n')?]));
         // The part may end within a character or its first line: try the next size.
-        if size >= text.len() {
+        if part_bytes >= text.len() {
             return DeTable::parse_recoverable(text);
         }
         if let Some(part) = part {
@@ -56,33 +56,33 @@ fn parse_until_error_limit(text: &str) -> (Spanned<DeTable<'_>>, Vec<toml::de::E
                 return (table, errors);
             }
         }
-        size += size / 2;
+        part_bytes += part_bytes / 2;
     }
 }
 
 impl Source {
     /// Reads a file. Fails if the file is larger than 8 MiB or is not UTF-8.
     pub fn read(path: &Path) -> Result<Self, Diagnostic> {
-        let unreadable =
+        let unreadable_diagnostic =
             |reason: &dyn Display| Diagnostic::for_file(path, &format!("{reason}: expected a readable TOML file"));
         let mut bytes = Vec::new();
-        let file = File::open(path).map_err(|reason| unreadable(&reason))?;
-        file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes).map_err(|reason| unreadable(&reason))?;
+        let file = File::open(path).map_err(|reason| unreadable_diagnostic(&reason))?;
+        file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes).map_err(|reason| unreadable_diagnostic(&reason))?;
         if bytes.len() as u64 > MAX_FILE_BYTES {
-            return Err(unreadable(&"more than 8 MiB"));
+            return Err(unreadable_diagnostic(&"more than 8 MiB"));
         }
         let text = String::from_utf8(bytes).map_err(|error| {
-            let good = error.utf8_error().valid_up_to();
-            let text = String::from_utf8_lossy(&error.as_bytes()[..good]).into_owned();
-            let location = Self::new(path.to_owned(), text.into()).location(&(good..good));
+            let valid_bytes = error.utf8_error().valid_up_to();
+            let text = String::from_utf8_lossy(&error.as_bytes()[..valid_bytes]).into_owned();
+            let location = Self::new(path.to_owned(), text.into()).location(&(valid_bytes..valid_bytes));
             Diagnostic::new(path, location, String::new(), "bytes that are no text: expected a TOML file in UTF-8")
         })?;
         Ok(Self::new(path.to_owned(), text.into()))
     }
 
     fn new(path: PathBuf, text: Arc<str>) -> Self {
-        let starts = text.bytes().enumerate().filter(|(_, byte)| *byte == b'\n').map(|(at, _)| at + 1);
-        let line_starts = std::iter::once(0).chain(starts).collect();
+        let following_line_starts = text.bytes().enumerate().filter(|(_, byte)| *byte == b'\n').map(|(at, _)| at + 1);
+        let line_starts = std::iter::once(0).chain(following_line_starts).collect();
         Self { path, text, line_starts }
     }
 
@@ -113,28 +113,28 @@ impl Source {
     /// Parses the text as a serde struct; fails at the first mistake.
     pub fn parse<T: DeserializeOwned>(&self) -> Result<T, Diagnostic> {
         toml::from_str(&self.text)
-            .map_err(|error| self.diagnostic_at(error.span().unwrap_or_default(), &one_line(error.message())))
+            .map_err(|error| self.diagnostic_at(error.span().unwrap_or_default(), &join_lines(error.message())))
     }
 
     /// Parses the text up to the limit of shown errors, because each byte may be a syntax error, which costs a hundred
     /// times its size.
-    pub(crate) fn parse_toml(&self) -> Parsed<'_> {
+    pub(crate) fn parse_toml(&self) -> ParsedToml<'_> {
         let (mut count, mut first_too_many) = (0, self.text.len());
         let source = toml_parser::Source::new(&self.text);
-        let mut nothing = ();
-        let mut whitespace = ValidateWhitespace::new(&mut nothing, source);
-        let mut guard = RecursionGuard::new(&mut whitespace, MAX_DEPTH);
+        let mut ignored_errors = ();
+        let mut whitespace = ValidateWhitespace::new(&mut ignored_errors, source);
+        let mut guard = RecursionGuard::new(&mut whitespace, MAX_NESTING_DEPTH);
         parse_document(&source.lex().into_vec(), &mut guard, &mut |error: toml_parser::ParseError| {
             count += 1;
             if count == MAX_SHOWN_DIAGNOSTICS + 1 {
                 first_too_many = error.unexpected().map_or(self.text.len(), |span| span.start());
             }
         });
-        let end = (0..=first_too_many).rev().find(|at| self.text.is_char_boundary(*at)).unwrap_or_default();
-        let (table, mut errors) = parse_until_error_limit(&self.text[..end]);
-        let found = errors.len().max(count);
+        let parsed_end = (0..=first_too_many).rev().find(|at| self.text.is_char_boundary(*at)).unwrap_or_default();
+        let (table, mut errors) = parse_until_error_limit(&self.text[..parsed_end]);
+        let found_count = errors.len().max(count);
         errors.truncate(MAX_SHOWN_DIAGNOSTICS);
-        Parsed { table, omitted_count: found - errors.len(), errors }
+        ParsedToml { table, omitted_error_count: found_count - errors.len(), errors }
     }
 
     /// Returns the top-level keys of the file, even after mistakes.
@@ -144,11 +144,11 @@ impl Source {
 
     /// Returns the diagnostics of the first syntax errors.
     pub fn syntax_errors(&self) -> Vec<Diagnostic> {
-        let mistake = |error: toml::de::Error| {
+        let to_diagnostic = |error: toml::de::Error| {
             let location = self.location(&error.span().unwrap_or_default());
-            Diagnostic::new(&self.path, location, String::new(), &one_line(error.message()))
+            Diagnostic::new(&self.path, location, String::new(), &join_lines(error.message()))
         };
-        self.parse_toml().errors.into_iter().map(mistake).collect()
+        self.parse_toml().errors.into_iter().map(to_diagnostic).collect()
     }
 
     /// Returns the diagnostic of a mistake at a location (range of bytes, from [`Spanned::span`]).
@@ -159,17 +159,17 @@ impl Source {
     /// Returns the diagnostics of mistakes at several locations.
     pub(crate) fn diagnostics_at(&self, wrong: &[(Span, String)]) -> Vec<Diagnostic> {
         let table = self.parse_toml().table;
-        let mistake = |(span, message): &(Span, String)| {
+        let to_diagnostic = |(span, message): &(Span, String)| {
             Diagnostic::new(&self.path, self.location(span), key_at(table.get_ref(), span), message)
         };
-        wrong.iter().map(mistake).collect()
+        wrong.iter().map(to_diagnostic).collect()
     }
 
     /// Returns the line and column at which `span` begins.
     pub(crate) fn location(&self, span: &Span) -> Location {
         let index = self.line_index(span.start);
-        let before = self.text.get(self.line_starts[index]..span.start).unwrap_or_default();
-        Location { line: index as u32 + 1, column: before.chars().count() as u32 + 1 }
+        let text_before = self.text.get(self.line_starts[index]..span.start).unwrap_or_default();
+        Location { line: index as u32 + 1, column: text_before.chars().count() as u32 + 1 }
     }
 
     fn line_index(&self, at: usize) -> usize {
@@ -190,40 +190,40 @@ impl Source {
 }
 
 /// Joins the lines of the TOML parser's message with commas.
-pub(crate) fn one_line(message: &str) -> String {
+pub(crate) fn join_lines(message: &str) -> String {
     message.trim_end().replace('\n', ", ")
 }
 
 /// Returns the full name of the key at `span`; empty if there is none.
 pub(crate) fn key_at(table: &DeTable<'_>, span: &Span) -> String {
     let mut keys = Vec::new();
-    key_in_table(table, span, &mut keys);
+    find_key_in_table(table, span, &mut keys);
     keys.join(".")
 }
 
 /// Appends the innermost key at `span` to `keys`; returns false if there is no key. The span of a `[table]` covers only
 /// its header, so all tables are searched.
-fn key_in_table<'t>(table: &'t DeTable<'_>, span: &Span, keys: &mut Vec<&'t str>) -> bool {
+fn find_key_in_table<'t>(table: &'t DeTable<'_>, span: &Span, keys: &mut Vec<&'t str>) -> bool {
     table.iter().any(|(key, value)| {
         keys.push(key.get_ref());
-        let found = key_in_value(value, span, keys) || contains(&key.span(), span);
-        if !found {
+        let is_found = find_key_in_value(value, span, keys) || span_contains(&key.span(), span);
+        if !is_found {
             keys.pop();
         }
-        found
+        is_found
     })
 }
 
-fn key_in_value<'t>(value: &'t Spanned<DeValue<'_>>, span: &Span, keys: &mut Vec<&'t str>) -> bool {
-    let inner = match value.get_ref() {
-        DeValue::Table(table) => key_in_table(table, span, keys),
-        DeValue::Array(array) => array.iter().any(|value| key_in_value(value, span, keys)),
+fn find_key_in_value<'t>(value: &'t Spanned<DeValue<'_>>, span: &Span, keys: &mut Vec<&'t str>) -> bool {
+    let is_in_nested_key = match value.get_ref() {
+        DeValue::Table(table) => find_key_in_table(table, span, keys),
+        DeValue::Array(array) => array.iter().any(|value| find_key_in_value(value, span, keys)),
         _ => false,
     };
-    inner || contains(&value.span(), span)
+    is_in_nested_key || span_contains(&value.span(), span)
 }
 
-fn contains(outer: &Span, inner: &Span) -> bool {
+fn span_contains(outer: &Span, inner: &Span) -> bool {
     // The parser returns an empty span if it does not know the location.
     !inner.is_empty() && outer.contains(&inner.start) && inner.end <= outer.end
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use coreward_model::rss::RssKey;
 use serde_json::json;
 
-use crate::secret::read_secret_of;
+use crate::secret::read_secret_checking_owner;
 use crate::{
     BoundedDuration, Diagnostics, LocatedValue, MILLISECOND_NS, Name, Number, SECOND_NS, Secret, Source, Spanned,
     config_enum, config_struct, schema,
@@ -57,7 +57,7 @@ config_enum! {
     }
 }
 
-fn read_file(source: &Source) -> Result<Daemon, Diagnostics> {
+fn read_daemon(source: &Source) -> Result<Daemon, Diagnostics> {
     source.read_as(|daemon: Daemon, reader| {
         if let [first, second, ..] = &daemon.services[..]
             && first.get_ref().listen.value.is_some()
@@ -69,22 +69,22 @@ fn read_file(source: &Source) -> Result<Daemon, Diagnostics> {
     })
 }
 
-fn read(text: &str) -> Result<Daemon, Diagnostics> {
-    read_file(&Source::from_text("daemon.toml", text))
+fn parse_daemon(text: &str) -> Result<Daemon, Diagnostics> {
+    read_daemon(&Source::from_text("daemon.toml", text))
 }
 
 /// Returns the diagnostics of a text, one per line.
-fn diagnostics_of(text: &str) -> Vec<String> {
-    read(text).unwrap_err().to_string().lines().map(str::to_owned).collect()
+fn diagnostic_lines(text: &str) -> Vec<String> {
+    parse_daemon(text).unwrap_err().to_string().lines().map(str::to_owned).collect()
 }
 
 #[test]
 fn valid_file_is_read() {
-    let daemon = read("name = \"a\"\n").unwrap();
+    let daemon = parse_daemon("name = \"a\"\n").unwrap();
     assert_eq!((daemon.name.value, daemon.interval, daemon.count.0), (Some(Name("a".into())), None, 3));
     let text = "name = \"a\"\ninterval = \"0.5s\"\ncount = 0x9\nplace = { kind = \"there\", path = \"/p\" }\n\
                 [[service]]\nlisten = \"10.0.0.1:80\"\n";
-    let daemon = read(text).unwrap();
+    let daemon = parse_daemon(text).unwrap();
     assert_eq!(daemon.interval.unwrap().0, Duration::from_millis(500));
     assert_eq!((daemon.count.0, daemon.place), (9, Some(Where::There { path: "/p".into() })));
     assert_eq!(daemon.services[0].get_ref().listen.value, Some("10.0.0.1:80".parse().unwrap()));
@@ -94,7 +94,7 @@ fn valid_file_is_read() {
 fn all_mistakes_are_reported_at_once() {
     let text = "nmae = \"a\"\ninterval = \"9ms\"\ncount = 10\n[[service]]\nlisten = \"10.0.0.256:80\"\n[[service]]\n";
     assert_eq!(
-        diagnostics_of(text),
+        diagnostic_lines(text),
         [
             "daemon.toml:1:1: key `nmae`: is not known: expected one of `name`, `interval`, `count`, `place`, \
              `key_file`, \
@@ -110,7 +110,7 @@ fn all_mistakes_are_reported_at_once() {
 }
 
 #[test]
-fn each_mistake_names_value_and_expectation() {
+fn each_diagnostic_names_the_value_and_the_expected_values() {
     let cases = [
         ("count = -1", "2:9: key `count`: -1: expected a whole number from 1 to 9"),
         ("count = 1.5", "2:9: key `count`: 1.5 is a TOML float: expected a whole number from 1 to 9"),
@@ -130,10 +130,10 @@ fn each_mistake_names_value_and_expectation() {
         ("place = { kind = \"there\" }", "2:9: key `place.path`: is missing: expected a path in quotes"),
     ];
     for (line, message) in cases {
-        assert_eq!(diagnostics_of(&format!("name = \"a\"\n{line}\n")), [format!("daemon.toml:{message}")], "{line}");
+        assert_eq!(diagnostic_lines(&format!("name = \"a\"\n{line}\n")), [format!("daemon.toml:{message}")], "{line}");
     }
     assert_eq!(
-        diagnostics_of("# ä\nname = 5\n"),
+        diagnostic_lines("# ä\nname = 5\n"),
         ["daemon.toml:2:8: key `name`: 5 is a TOML integer: expected 1 to 64 bytes without blanks"]
     );
 }
@@ -142,7 +142,7 @@ fn each_mistake_names_value_and_expectation() {
 fn contradictions_are_reported_with_other_mistakes() {
     let text = "name = \"a\"\ncount = 0\nservice = [{ listen = \"[::1]:1\" }, { listen = \"[::1]:1\" }]\n";
     assert_eq!(
-        diagnostics_of(text),
+        diagnostic_lines(text),
         [
             "daemon.toml:2:9: key `count`: 0: expected a whole number from 1 to 9",
             "daemon.toml:3:47: key `service.listen`: is used twice: expected each once",
@@ -152,15 +152,15 @@ fn contradictions_are_reported_with_other_mistakes() {
 
 #[test]
 fn every_syntax_error_is_reported_with_earlier_mistakes() {
-    let found = diagnostics_of("name = \ncount = 0\ninterval = 1x\n[[service]\nlisten = 5\n");
-    let places: Vec<&str> = found.iter().map(|mistake| mistake.split(": ").next().unwrap()).collect();
-    assert_eq!(places, ["daemon.toml:1:8", "daemon.toml:2:9", "daemon.toml:3:12", "daemon.toml:4:11"], "{found:?}");
+    let lines = diagnostic_lines("name = \ncount = 0\ninterval = 1x\n[[service]\nlisten = 5\n");
+    let locations: Vec<&str> = lines.iter().map(|mistake| mistake.split(": ").next().unwrap()).collect();
+    assert_eq!(locations, ["daemon.toml:1:8", "daemon.toml:2:9", "daemon.toml:3:12", "daemon.toml:4:11"], "{lines:?}");
 }
 
 #[test]
 fn mistakes_above_the_limit_are_counted() {
     let text = format!("name = \"a\"\n{}", "[[service]]\n".repeat(250));
-    let mistakes = read(&text).unwrap_err();
+    let mistakes = parse_daemon(&text).unwrap_err();
     assert_eq!((mistakes.list.len(), mistakes.omitted_count), (100, 150));
     assert!(mistakes.to_string().ends_with("\nand at least 150 more"));
 }
@@ -168,17 +168,17 @@ fn mistakes_above_the_limit_are_counted() {
 /// A file may have an error in each line: a search through the text for each of them would take hours.
 #[test]
 fn syntax_errors_above_the_limit_are_counted() {
-    let mistakes = read(&"=\n".repeat(1 << 20)).unwrap_err();
+    let mistakes = parse_daemon(&"=\n".repeat(1 << 20)).unwrap_err();
     assert_eq!(mistakes.list.len(), 100);
     assert!(mistakes.list.iter().enumerate().all(|(n, mistake)| mistake.location.unwrap().line as usize <= n + 1));
     assert!(mistakes.omitted_count > 10_000, "{}", mistakes.omitted_count);
     let value = format!("name = \"a\"\nplace = {{ kind = \"{}\" }}\n", "x".repeat(1 << 20));
-    assert!(read(&value).unwrap_err().to_string().len() < 10_000);
+    assert!(parse_daemon(&value).unwrap_err().to_string().len() < 10_000);
 }
 
 #[test]
 fn mistakes_are_printed_as_json() {
-    let mistakes = read("name = \"a\"\nplace = { kind = \"hear\" }\n").unwrap_err();
+    let mistakes = parse_daemon("name = \"a\"\nplace = { kind = \"hear\" }\n").unwrap_err();
     assert_eq!(
         mistakes.list[0].json(),
         json!({
@@ -200,15 +200,15 @@ fn missing_file_is_named() {
 fn binary_and_oversized_files_are_rejected() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("daemon.toml");
-    let refused = || Source::read(&file).unwrap_err().to_string();
+    let read_error = || Source::read(&file).unwrap_err().to_string();
     std::fs::write(&file, b"name = \"a\"\nplace = \"\xff\"\n").unwrap();
     let expected = format!("{}:2:10: bytes that are no text: expected a TOML file in UTF-8", file.display());
-    assert_eq!(refused(), expected);
+    assert_eq!(read_error(), expected);
     std::fs::write(&file, " ".repeat((8 << 20) + 1)).unwrap();
-    assert!(refused().contains("more than 8 MiB"), "{}", refused());
+    assert!(read_error().contains("more than 8 MiB"), "{}", read_error());
     // A byte order mark and the line ends of Windows are what an editor makes of a good file.
     std::fs::write(&file, "\u{feff}name = \"a\"\r\ncount = 2\r\n").unwrap();
-    read_file(&Source::read(&file).unwrap()).unwrap();
+    read_daemon(&Source::read(&file).unwrap()).unwrap();
 }
 
 #[test]
@@ -219,17 +219,17 @@ fn device_names_and_absolute_paths_are_checked() {
             pins: crate::AbsolutePath,
         }
     }
-    let read = |interface: &str, pins: &str| {
+    let parse_and_match_schema = |interface: &str, pins: &str| {
         let text = format!("interface = {interface:?}\npins = {pins:?}\n");
         let host = Source::from_text("f", &text).read_as(|host: Host, _| Some((host.interface.0, host.pins.0)));
         (host.is_ok(), jsonschema::is_valid(&schema::<Host>("f"), &json!({ "interface": interface, "pins": pins })))
     };
     for interface in ["eth0", "enp0s31f6", "bond0.12", "lb-vip_1@fifteen"] {
-        let right = interface.len() < 16;
-        assert_eq!(read(interface, "/p"), (right, right), "{interface}");
+        let is_valid = interface.len() < 16;
+        assert_eq!(parse_and_match_schema(interface, "/p"), (is_valid, is_valid), "{interface}");
     }
     for (interface, pins) in [("", "/p"), ("a b", "/p"), ("a/b", "/p"), ("eth0:1", "/p"), ("eth0", "p"), ("eth0", "")] {
-        assert_eq!(read(interface, pins), (false, false), "{interface:?} {pins:?}");
+        assert_eq!(parse_and_match_schema(interface, pins), (false, false), "{interface:?} {pins:?}");
     }
 }
 
@@ -243,11 +243,11 @@ fn daemon_rejects_another_users_secret() {
     if std::os::unix::fs::chown(&path, Some(65_534), None).is_err() {
         return;
     }
-    assert_eq!(read_secret_of(&path, false).unwrap(), "secret");
-    let refused = read_secret_of(&path, true).unwrap_err();
-    assert!(refused.contains("belongs to user 65534: expected user 0"), "{refused}");
+    assert_eq!(read_secret_checking_owner(&path, false).unwrap(), "secret");
+    let error = read_secret_checking_owner(&path, true).unwrap_err();
+    assert!(error.contains("belongs to user 65534: expected user 0"), "{error}");
     std::os::unix::fs::chown(&path, Some(0), None).unwrap();
-    assert_eq!(read_secret_of(&path, true).unwrap(), "secret");
+    assert_eq!(read_secret_checking_owner(&path, true).unwrap(), "secret");
 }
 
 /// The secret's path is relative to the file that names it. No message shows the secret or the text around it.
@@ -257,48 +257,54 @@ fn secret_readable_by_others_is_rejected() {
     let (file, secret) = (directory.path().join("daemon.toml"), directory.path().join("rss.key"));
     std::fs::write(&file, "name = \"a\"\nkey_file = \"rss.key\"\n").unwrap();
     let source = Source::read(&file).unwrap();
-    let message = || read_file(&source).unwrap_err().to_string();
+    let error_message = || read_daemon(&source).unwrap_err().to_string();
     assert!(
-        message().contains("2:12: key `key_file`: ") && message().contains("rss.key: No such file"),
+        error_message().contains("2:12: key `key_file`: ") && error_message().contains("rss.key: No such file"),
         "{}",
-        message()
+        error_message()
     );
     let key = RssKey::microsoft();
     std::fs::write(&secret, format!("{key}\n")).unwrap();
-    let mode = |mode: u32| std::fs::set_permissions(&secret, std::fs::Permissions::from_mode(mode)).unwrap();
-    mode(0o640);
+    let set_mode = |mode: u32| std::fs::set_permissions(&secret, std::fs::Permissions::from_mode(mode)).unwrap();
+    set_mode(0o640);
     let expected = format!("(mode 0640): expected `chmod 600 {}`", secret.display());
-    assert!(message().contains("others can read or write") && message().ends_with(&expected), "{}", message());
-    mode(0o600);
-    let daemon = read_file(&source).unwrap();
+    assert!(
+        error_message().contains("others can read or write") && error_message().ends_with(&expected),
+        "{}",
+        error_message()
+    );
+    set_mode(0o600);
+    let daemon = read_daemon(&source).unwrap();
     assert_eq!(daemon.key_file.as_ref().unwrap().expose(), &key);
     assert!(!format!("{daemon:?}").contains("6d:5a"), "{daemon:?}");
     // No advice that would make a folder unusable.
     std::fs::remove_file(&secret).unwrap();
     std::fs::create_dir(&secret).unwrap();
-    assert!(message().contains("rss.key is a directory: expected a readable file"), "{}", message());
+    assert!(error_message().contains("rss.key is a directory: expected a readable file"), "{}", error_message());
     std::fs::remove_dir(&secret).unwrap();
     std::fs::write(&secret, "").unwrap();
-    mode(0o600);
+    set_mode(0o600);
     std::fs::write(&secret, "hunter2").unwrap();
-    assert!(message().contains("holds something else: expected an RSS key") && !message().contains("hunter2"));
+    assert!(
+        error_message().contains("holds something else: expected an RSS key") && !error_message().contains("hunter2")
+    );
 }
 
 #[test]
 fn schema_accepts_what_the_parser_accepts() {
     let validator = jsonschema::validator_for(&schema::<Daemon>("daemon.toml")).unwrap();
-    let valid = |text: &str| {
+    let matches_schema = |text: &str| {
         let value: toml::Value = toml::from_str(text).unwrap();
         validator.is_valid(&serde_json::to_value(value).unwrap())
     };
-    let good =
+    let valid_text =
         "name = \"a\"\ninterval = \"1h 30.5m\"\nplace = { kind = \"here\" }\n[[service]]\nlisten = \"[::1]:80\"\n";
-    assert!(valid(good));
+    assert!(matches_schema(valid_text));
     for bad in ["", "name = 5", "name = \"a\"\nnmae = 1", "name = \"a\"\ninterval = 5", "name = \"a\"\ncount = 10"] {
-        assert!(!valid(bad) && read(bad).is_err(), "{bad}");
+        assert!(!matches_schema(bad) && parse_daemon(bad).is_err(), "{bad}");
     }
     for bad in ["kind = \"hear\"", "kind = \"here\", path = \"x\"", "kind = \"there\"", ""] {
-        assert!(!valid(&format!("name = \"a\"\nplace = {{ {bad} }}")), "{bad}");
+        assert!(!matches_schema(&format!("name = \"a\"\nplace = {{ {bad} }}")), "{bad}");
     }
     let schema = schema::<Daemon>("daemon.toml");
     assert_eq!(schema["properties"]["count"]["description"], "How many.");

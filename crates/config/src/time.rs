@@ -45,8 +45,12 @@ impl<const MIN: u64, const MAX: u64> BoundedDuration<MIN, MAX> {
     fn parse(text: &str) -> Result<Self, String> {
         let time = humantime::parse_duration(text)
             .map_err(|reason| format!("{text:?} is no time ({reason}): expected {}", Self::expected()))?;
-        let allowed = Duration::from_nanos(MIN)..=Duration::from_nanos(MAX);
-        if allowed.contains(&time) { Ok(Self(time)) } else { Err(format!("{text:?}: expected {}", Self::expected())) }
+        let allowed_range = Duration::from_nanos(MIN)..=Duration::from_nanos(MAX);
+        if allowed_range.contains(&time) {
+            Ok(Self(time))
+        } else {
+            Err(format!("{text:?}: expected {}", Self::expected()))
+        }
     }
 }
 
@@ -55,8 +59,8 @@ impl<const MIN: u64, const MAX: u64> FromToml for BoundedDuration<MIN, MAX> {
         match value.get_ref() {
             DeValue::String(text) => reader.ok_or_report(Self::parse(text), value.span()),
             DeValue::Integer(_) | DeValue::Float(_) => {
-                let written = reader.text_at(&value.span()).to_owned();
-                reader.report(value.span(), format!("{written} has no unit: expected {}", Self::expected()));
+                let number_text = reader.text_at(&value.span()).to_owned();
+                reader.report(value.span(), format!("{number_text} has no unit: expected {}", Self::expected()));
                 None
             }
             _ => reader.report_wrong_type::<Self>(value),

@@ -21,7 +21,7 @@ pub fn copy_store(from: &Path, to: &Path, replace: bool) -> anyhow::Result<Strin
     let [source, target] = [from, to].map(|file| ControllerConfig::load(file).map(|config| config.store));
     let (source, target) = (source?, target?);
     ensure!(source != target, "{} and {} name the same store: expected two", from.display(), to.display());
-    let (source, mut target) = (CopyStore::open(&source)?, CopyStore::open(&target)?);
+    let (source, mut target) = (OpenedStore::open(&source)?, OpenedStore::open(&target)?);
     let mut records =
         source.store.load()?.with_context(|| format!("the store of {} has no records", from.display()))?;
     if let Some(before) = target.store.load()? {
@@ -40,14 +40,14 @@ pub fn copy_store(from: &Path, to: &Path, replace: bool) -> anyhow::Result<Strin
 }
 
 /// Store that is open only for the time of the copy.
-struct CopyStore {
+struct OpenedStore {
     store: Store,
     leadership: Option<(Arc<Cluster>, Arc<Leadership>)>,
 }
 
-impl CopyStore {
-    fn open(place: &StoreLocation) -> anyhow::Result<Self> {
-        match place {
+impl OpenedStore {
+    fn open(location: &StoreLocation) -> anyhow::Result<Self> {
+        match location {
             StoreLocation::Embedded(file) => {
                 Ok(Self { store: Store::Embedded(EmbeddedStore::open(file)?), leadership: None })
             }
@@ -64,7 +64,7 @@ impl CopyStore {
     }
 }
 
-impl Drop for CopyStore {
+impl Drop for OpenedStore {
     fn drop(&mut self) {
         if let Some((cluster, leadership)) = &self.leadership
             && let Err(error) = cluster.block_on(leadership.resign())

@@ -23,63 +23,64 @@ metrics! {
 }
 
 /// Maximum number of listed peers, and of listed rejections. Further ones are only counted.
-const MAX_LISTED: usize = 100;
-const LB_PART: &str = "lb";
-const AGENT_PART: &str = "agent";
+const MAX_LISTED_PEERS: usize = 100;
+const LOAD_BALANCER_KIND: &str = "lb";
+const AGENT_KIND: &str = "agent";
 
-fn waiting(part: &str, name: &str, configuration_generation: u64) -> Waiting {
+fn waiting_peer(part: &str, name: &str, configuration_generation: u64) -> Waiting {
     Waiting { part: part.to_owned(), name: name.to_owned(), configuration_generation }
 }
 
 impl Controller {
     pub fn acknowledgements(&self, now: Now) -> Acknowledgements {
-        let newest = self.fleet.generation;
-        let parts = self.peers(now);
-        let lacking: Vec<Waiting> = parts
+        let newest_generation = self.fleet.generation;
+        let peers = self.peers(now);
+        let waiting_peers: Vec<Waiting> = peers
             .iter()
-            .filter(|(_, _, confirmed, _)| *confirmed < newest)
-            .map(|(part, name, confirmed, _)| waiting(part, name, *confirmed))
+            .filter(|(_, _, confirmed, _)| *confirmed < newest_generation)
+            .map(|(part, name, confirmed, _)| waiting_peer(part, name, *confirmed))
             .collect();
-        let of_part = |(part, name, _, list): &(&str, &str, u64, &[v1::RefusedUpdate])| {
+        let peer_refusals = |(part, name, _, list): &(&str, &str, u64, &[v1::RefusedUpdate])| {
             list.iter().map(|refused| RefusedUpdate::new(part, name, refused)).collect::<Vec<_>>()
         };
-        let all_refused: Vec<RefusedUpdate> = parts.iter().flat_map(of_part).collect();
-        let lost = self.load_balancers.iter().filter(|(_, balancer)| !balancer.is_alive(now));
-        let lost = lost.map(|(name, balancer)| waiting(LB_PART, name, balancer.confirmed_generation));
-        let (waiting_count, refused_count) = (lacking.len() as u64, all_refused.len() as u64);
+        let all_refusals: Vec<RefusedUpdate> = peers.iter().flat_map(peer_refusals).collect();
+        let lost_load_balancers = self.load_balancers.iter().filter(|(_, balancer)| !balancer.is_alive(now));
+        let lost_load_balancers = lost_load_balancers
+            .map(|(name, balancer)| waiting_peer(LOAD_BALANCER_KIND, name, balancer.confirmed_generation));
+        let (waiting_count, refused_count) = (waiting_peers.len() as u64, all_refusals.len() as u64);
         Acknowledgements {
-            configuration_generation: newest,
-            acknowledged_count: parts.len() as u64 - waiting_count,
+            configuration_generation: newest_generation,
+            acknowledged_count: peers.len() as u64 - waiting_count,
             waiting_count,
-            waiting: lacking.into_iter().take(MAX_LISTED).collect(),
+            waiting: waiting_peers.into_iter().take(MAX_LISTED_PEERS).collect(),
             refused_count,
-            refused: all_refused.into_iter().take(MAX_LISTED).collect(),
-            disconnected: lost.take(MAX_LISTED).collect(),
+            refused: all_refusals.into_iter().take(MAX_LISTED_PEERS).collect(),
+            disconnected: lost_load_balancers.take(MAX_LISTED_PEERS).collect(),
         }
     }
 
     /// Returns live load balancers and connected agents: kind, name, confirmed generation, and rejected updates.
     fn peers(&self, now: Now) -> Vec<(&'static str, &str, u64, &[v1::RefusedUpdate])> {
-        let mut parts = Vec::new();
+        let mut peers = Vec::new();
         for (name, balancer) in self.load_balancers.iter().filter(|(_, balancer)| balancer.is_alive(now)) {
-            let list = balancer.state.as_ref().map_or(&[][..], |(state, _)| &state.refused);
-            parts.push((LB_PART, name.as_str(), balancer.confirmed_generation, list));
+            let refused_updates = balancer.state.as_ref().map_or(&[][..], |(state, _)| &state.refused);
+            peers.push((LOAD_BALANCER_KIND, name.as_str(), balancer.confirmed_generation, refused_updates));
         }
         for (id, server) in self.fleet.servers.iter().filter(|(_, server)| server.admin_state != AdminState::Left) {
-            let connected = |agent: &&Agent| agent.session.is_some();
-            if let Some(agent) = self.agent(*id).filter(connected) {
-                let list = agent.newest_report.as_ref().map_or(&[][..], |newest| &newest.details.refused);
-                parts.push((AGENT_PART, server.name.as_str(), agent.confirmed_generation, list));
+            let is_connected = |agent: &&Agent| agent.session.is_some();
+            if let Some(agent) = self.agent(*id).filter(is_connected) {
+                let refused_updates = agent.newest_report.as_ref().map_or(&[][..], |newest| &newest.details.refused);
+                peers.push((AGENT_KIND, server.name.as_str(), agent.confirmed_generation, refused_updates));
             }
         }
-        parts
+        peers
     }
 
-    pub(super) fn add_acknowledgements(&self, page: &mut Snapshot, now: Now) {
+    pub(super) fn add_acknowledgement_metrics(&self, snapshot: &mut Snapshot, now: Now) {
         for (part, name, confirmed, refused) in self.peers(now) {
-            let lag = self.fleet.generation.saturating_sub(confirmed);
-            page.add(&GENERATION_LAG, [part, name], lag as f64);
-            page.add(&REFUSED_UPDATES, [part, name], refused.len() as f64);
+            let generation_lag = self.fleet.generation.saturating_sub(confirmed);
+            snapshot.add(&GENERATION_LAG, [part, name], generation_lag as f64);
+            snapshot.add(&REFUSED_UPDATES, [part, name], refused.len() as f64);
         }
     }
 }

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use coreward_api::types::ReportState;
-use coreward_model::load::{Alpha, CoreLoads, LoadTracker};
+use coreward_model::load::{CoreLoads, LoadTracker, SmoothingWeight};
 use coreward_model::rss::RssConfig;
 use coreward_wire::{CountedConnections, Report, ReportDetails, ReportError, ReportedRss, v1};
 
 use super::Now;
-use super::rejection::{CLOCK_TOLERANCE, REGISTRATION_QUOTA, REPORT_BURST, Rejection};
+use super::rejection::{MAX_CLOCK_LEAD, REGISTRATION_QUOTA, REPORT_BURST, Rejection};
 use super::token_bucket::{Quota, TokenBucket};
 use super::traffic::TrafficTotals;
 
@@ -24,7 +24,7 @@ pub struct Agent {
     pub traffic_at_report: TrafficTotals,
     pub rss: KnownRss,
     /// Time by which the newest report was sent ahead of the controller's wall clock, if above the tolerance.
-    pub clock_ahead: Option<Duration>,
+    pub clock_lead: Option<Duration>,
     load_tracker: LoadTracker,
     registration_bucket: Option<TokenBucket>,
     report_bucket: Option<TokenBucket>,
@@ -49,10 +49,10 @@ pub struct LatestReport {
     /// Time at which the report arrived, since the controller's start.
     pub received_at: Duration,
     /// Time at which the report expires, since the controller's start.
-    pub fresh_until: Duration,
+    pub expires_at: Duration,
     pub open_connections: u32,
-    pub rss_matched: u64,
-    pub rss_mismatched: u64,
+    pub rss_match_count: u64,
+    pub rss_mismatch_count: u64,
     pub details: AgentDetails,
 }
 
@@ -62,16 +62,16 @@ pub struct AgentDetails {
     /// Counters of the server's BPF programs by name, as reported.
     pub counters: Vec<(String, u64)>,
     pub warnings: Vec<String>,
-    pub dispatch: Vec<v1::DispatchedService>,
+    pub dispatched_services: Vec<v1::DispatchedService>,
     pub connections: Option<ConnectionCount>,
     pub refused: Vec<v1::RefusedUpdate>,
 }
 
 impl AgentDetails {
     fn from_report(details: ReportDetails, now: Now) -> Self {
-        let ReportDetails { counters, warnings, dispatch, connections, refused } = details;
-        let connections = connections.map(|counted| ConnectionCount::from_report(counted, now));
-        Self { counters, warnings, dispatch, connections, refused }
+        let ReportDetails { counters, warnings, dispatch: dispatched_services, connections, refused } = details;
+        let connection_count = connections.map(|counted| ConnectionCount::from_report(counted, now));
+        Self { counters, warnings, dispatched_services, connections: connection_count, refused }
     }
 }
 
@@ -85,8 +85,8 @@ pub struct ConnectionCount {
 }
 
 impl ConnectionCount {
-    fn from_report(counted: CountedConnections, now: Now) -> Self {
-        let CountedConnections { elapsed: age, configuration_generation, services } = counted;
+    fn from_report(reported_connections: CountedConnections, now: Now) -> Self {
+        let CountedConnections { elapsed: age, configuration_generation, services } = reported_connections;
         Self { started_at: now.monotonic.saturating_sub(age), configuration_generation, services }
     }
 
@@ -102,7 +102,7 @@ impl ConnectionCount {
 /// RSS configuration of a server, as its agent reported it.
 #[derive(Debug, Default)]
 pub struct KnownRss {
-    generation: Option<u64>,
+    rss_generation: Option<u64>,
     pub reported: Option<ReportedRss>,
     /// Reason why the RSS configuration is unknown, if the agent's report is the cause.
     pub problem: Option<String>,
@@ -125,7 +125,7 @@ impl Agent {
 
     /// Returns whether the newest report has not expired.
     pub fn is_fresh(&self, now: Now) -> bool {
-        self.newest_report.as_ref().is_some_and(|newest| now.monotonic <= newest.fresh_until)
+        self.newest_report.as_ref().is_some_and(|newest| now.monotonic <= newest.expires_at)
     }
 
     /// Returns the newest count of the server's connections; `None`: unknown or expired.
@@ -137,8 +137,8 @@ impl Agent {
     /// kernel's number of sockets, including listening ones.
     pub fn open_connections(&self) -> u32 {
         let Some(newest) = &self.newest_report else { return 0 };
-        let counted = newest.details.connections.as_ref().map(ConnectionCount::sum);
-        counted.map_or(newest.open_connections, |sum| u32::try_from(sum).unwrap_or(u32::MAX))
+        let counted_connections = newest.details.connections.as_ref().map(ConnectionCount::sum);
+        counted_connections.map_or(newest.open_connections, |sum| u32::try_from(sum).unwrap_or(u32::MAX))
     }
 
     pub fn rss(&self) -> Option<&RssConfig> {
@@ -167,7 +167,7 @@ impl Agent {
     }
 
     /// Returns the time until the agent may report again. The controller does not read the agent's stream before then.
-    pub fn report_wait(&self, interval: Duration, now: Now) -> Duration {
+    pub fn time_until_next_report(&self, interval: Duration, now: Now) -> Duration {
         self.report_bucket
             .map_or(Duration::ZERO, |reports| reports.time_until_token(report_quota(interval), now.monotonic))
     }
@@ -182,13 +182,13 @@ impl Agent {
     pub fn record_report(
         &mut self,
         report: Result<Report, ReportError>,
-        alpha: Alpha,
+        alpha: SmoothingWeight,
         generation: u64,
         now: Now,
     ) -> Result<(), Rejection> {
         let report = report.inspect_err(|error| {
             if let ReportError::Rss(problem) = error {
-                self.rss.forget(format!("its RSS was refused: {problem}"));
+                self.rss.mark_unknown(format!("its RSS was refused: {problem}"));
             }
         })?;
         if let Some(session) = &mut self.session {
@@ -199,18 +199,18 @@ impl Agent {
             self.confirmed_generation = self.confirmed_generation.max(report.configuration_generation);
         }
         // Reports are ordered by their numbers and the server's monotonic clock; wall clocks may be wrong.
-        let ahead = report.sent_at.saturating_sub(now.wall);
-        self.clock_ahead = (ahead > CLOCK_TOLERANCE).then_some(ahead);
+        let clock_lead = report.sent_at.saturating_sub(now.wall);
+        self.clock_lead = (clock_lead > MAX_CLOCK_LEAD).then_some(clock_lead);
         self.load_tracker.record_report(report.readings, alpha)?;
-        self.rss.update(report.rss_generation, report.rss);
-        let known = self.newest_report.take().map(|newest| newest.details);
-        let details = report.details.map(|details| AgentDetails::from_report(details, now)).or(known);
+        self.rss.update_rss(report.rss_generation, report.rss);
+        let previous_details = self.newest_report.take().map(|newest| newest.details);
+        let details = report.details.map(|details| AgentDetails::from_report(details, now)).or(previous_details);
         self.newest_report = Some(LatestReport {
             received_at: now.monotonic,
-            fresh_until: now.monotonic + report.time_to_live,
+            expires_at: now.monotonic + report.time_to_live,
             open_connections: report.open_connections,
-            rss_matched: report.rss_matched,
-            rss_mismatched: report.rss_mismatched,
+            rss_match_count: report.rss_matched,
+            rss_mismatch_count: report.rss_mismatched,
             details: details.unwrap_or_default(),
         });
         Ok(())
@@ -225,15 +225,15 @@ fn report_quota(interval: Duration) -> Quota {
 impl KnownRss {
     /// Replaces the RSS configuration by the reported one. If the NIC's RSS has changed and the report lacks it, the
     /// RSS becomes unknown, because a wrong one is worse than none.
-    fn update(&mut self, generation: u64, reported: Option<ReportedRss>) {
+    fn update_rss(&mut self, generation: u64, reported: Option<ReportedRss>) {
         if reported.is_some() {
-            *self = Self { generation: Some(generation), reported, problem: None };
-        } else if self.problem.is_none() && self.generation != Some(generation) {
-            self.forget(format!("its RSS of generation {generation} was announced but not received"));
+            *self = Self { rss_generation: Some(generation), reported, problem: None };
+        } else if self.problem.is_none() && self.rss_generation != Some(generation) {
+            self.mark_unknown(format!("its RSS of generation {generation} was announced but not received"));
         }
     }
 
-    fn forget(&mut self, problem: String) {
-        *self = Self { generation: None, reported: None, problem: Some(problem) };
+    fn mark_unknown(&mut self, problem: String) {
+        *self = Self { rss_generation: None, reported: None, problem: Some(problem) };
     }
 }

@@ -30,11 +30,12 @@ impl Controller {
         let (server, nobody) = (&self.fleet.servers[&id], Agent::default());
         let agent = self.agent(id).unwrap_or(&nobody);
         let state_reason = self.state_reason(id, server, now);
-        let drained = self.drained(id, now);
-        let covered: Vec<&FleetService> = self.drained_services(id).collect();
-        let takes_none = drained.is_some() || server.admin_state == AdminState::Left;
-        let remaining = takes_none.then(|| self.remaining(server, agent, &covered, now));
-        let (remaining, waits_for) = match remaining {
+        let drain = self.drain_of(id, now);
+        let drained_services: Vec<&FleetService> = self.drained_services(id).collect();
+        let takes_no_connections = drain.is_some() || server.admin_state == AdminState::Left;
+        let remaining_connections =
+            takes_no_connections.then(|| self.remaining_connections(server, agent, &drained_services, now));
+        let (remaining, waits_for) = match remaining_connections {
             None => (None, Vec::new()),
             Some(Ok(remaining)) => (Some(remaining), Vec::new()),
             Some(Err(waits_for)) => (None, waits_for),
@@ -44,11 +45,11 @@ impl Controller {
             state: state_reason.state,
             state_reason: state_reason.reason,
             reports: agent.report_state(now),
-            drained,
+            drained: drain,
             remaining,
             waits_for,
-            connections: agent.connections(now).map(|counted| counted_connections(counted, now)),
-            not_counted: covered
+            connections: agent.connections(now).map(|counted| to_counted_connections(counted, now)),
+            not_counted: drained_services
                 .iter()
                 .filter(|service| !has_counted_connections(service))
                 .map(|service| service.name.clone())
@@ -56,21 +57,21 @@ impl Controller {
         })
     }
 
-    pub(super) fn drained(&self, id: ServerId, now: Now) -> Option<Drained> {
+    pub(super) fn drain_of(&self, id: ServerId, now: Now) -> Option<Drained> {
         let server = &self.fleet.servers[&id];
         if server.admin_state == AdminState::Left {
             return None;
         }
         if let Some(drain) = &server.drain {
-            let lasts = now.record.saturating_sub(drain.since);
+            let drain_duration = now.record.saturating_sub(drain.changed_at);
             return Some(Drained {
                 by: DrainedBy::Command,
-                since_unix_ms: Some(now.wall.saturating_sub(lasts).as_millis() as u64),
+                since_unix_ms: Some(now.wall.saturating_sub(drain_duration).as_millis() as u64),
                 services: drain.services.iter().flatten().cloned().collect(),
             });
         }
-        let by_document = server.admin_state == AdminState::Draining || server.weight.get() == 0;
-        by_document.then_some(Drained { by: DrainedBy::Document, since_unix_ms: None, services: Vec::new() })
+        let is_drained_by_document = server.admin_state == AdminState::Draining || server.weight.get() == 0;
+        is_drained_by_document.then_some(Drained { by: DrainedBy::Document, since_unix_ms: None, services: Vec::new() })
     }
 
     /// Returns the services, present and past ones, in which the server takes no new connections now.
@@ -80,7 +81,7 @@ impl Controller {
     }
 
     /// Returns the number of remaining connections of these services, or the reason why it is not known yet.
-    fn remaining(
+    fn remaining_connections(
         &self,
         server: &FleetServer,
         agent: &Agent,
@@ -88,34 +89,34 @@ impl Controller {
         now: Now,
     ) -> Result<u64, Vec<String>> {
         let generation = server.drain.as_ref().map_or(self.fleet.generation, |drain| drain.generation);
-        let confirmed = self.load_balancers.confirmed_since(generation, now);
-        let counted = match (agent.report_state(now), agent.connections(now)) {
+        let confirmation_time = self.load_balancers.confirmed_since(generation, now);
+        let counted_connections = match (agent.report_state(now), agent.connections(now)) {
             (ReportState::None | ReportState::Stale, _) => Err("its agent, which does not report".to_owned()),
             (ReportState::Fresh, None) => {
                 Err("its agent's first count of connections (those before this version do not count)".to_owned())
             }
             (ReportState::Fresh, Some(counted)) => Ok(counted),
         };
-        let is_new = |counted: &ConnectionCount| {
+        let is_count_after_drain = |counted: &ConnectionCount| {
             counted.configuration_generation >= generation
-                && confirmed.as_ref().is_ok_and(|since| counted.started_at >= *since + MAX_MESSAGE_DELAY)
+                && confirmation_time.as_ref().is_ok_and(|since| counted.started_at >= *since + MAX_MESSAGE_DELAY)
         };
-        match (counted, &confirmed) {
-            (Ok(counted), Ok(_)) if is_new(counted) => {
-                let names = services
+        match (counted_connections, &confirmation_time) {
+            (Ok(counted), Ok(_)) if is_count_after_drain(counted) => {
+                let uncounted_service_names = services
                     .iter()
                     .filter(|service| has_counted_connections(service))
                     .map(|service| service.name.as_str());
-                Ok(names.map(|name| counted.services.get(name).copied().map_or(0, u64::from)).sum())
+                Ok(uncounted_service_names.map(|name| counted.services.get(name).copied().map_or(0, u64::from)).sum())
             }
             (Ok(_), Ok(_)) => Err(vec!["a count that begins now".to_owned()]),
             (counted, Ok(_)) => Err(counted.err().into_iter().collect()),
             (counted, Err(lacking)) => {
-                let balancers = match lacking.as_slice() {
+                let unconfirmed_balancers = match lacking.as_slice() {
                     [] => "a load balancer: none is connected".to_owned(),
                     names => format!("load balancer {}, which may send new connections still", names.join(", ")),
                 };
-                Err(counted.err().into_iter().chain([balancers]).collect())
+                Err(counted.err().into_iter().chain([unconfirmed_balancers]).collect())
             }
         }
     }
@@ -126,7 +127,7 @@ fn has_counted_connections(service: &FleetService) -> bool {
 }
 
 /// Converts a count of connections to the form of the API.
-pub(super) fn counted_connections(counted: &ConnectionCount, now: Now) -> CountedConnections {
-    let services: BTreeMap<String, u32> = counted.services.clone();
-    CountedConnections { age_ms: counted.age(now).as_millis() as u64, services }
+pub(super) fn to_counted_connections(connection_count: &ConnectionCount, now: Now) -> CountedConnections {
+    let connections_by_service: BTreeMap<String, u32> = connection_count.services.clone();
+    CountedConnections { age_ms: connection_count.age(now).as_millis() as u64, services: connections_by_service }
 }

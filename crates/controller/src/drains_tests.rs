@@ -21,7 +21,8 @@ fn at(seconds: u64) -> Now {
     Now { monotonic, wall, record: wall }
 }
 
-const FLEET: &str = "[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n[[server]]\nname = \"s2\"\naddress = \
+const TWO_SERVER_FLEET: &str = "[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n[[server]]\nname = \"s2\"\naddress \
+                                = \
                      \"10.2.0.2\"\n\
                      [[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n[[service]]\nname = \"api\"\nvip = \
                      \"10.200.0.1:81\"\n\
@@ -36,15 +37,15 @@ struct Harness {
 
 impl Harness {
     fn new() -> Self {
-        let config = FleetConfig::parse(&Source::from_text("fleet.toml", FLEET)).unwrap();
-        let random = &mut seeded_rng(5, 0);
-        let mut records = Records::generate(at(0).wall, random);
-        records.apply(&config, at(0).wall, random).unwrap();
+        let config = FleetConfig::parse(&Source::from_text("fleet.toml", TWO_SERVER_FLEET)).unwrap();
+        let random_source = &mut seeded_rng(5, 0);
+        let mut records = Records::generate(at(0).wall, random_source);
+        records.apply(&config, at(0).wall, random_source).unwrap();
         let controller = Controller::new(Fleet::new(&config, &records));
         Self { config, records, controller, sequence: 0 }
     }
 
-    fn drain(&mut self, services: &[&str], now: Now) -> u64 {
+    fn drain_s1(&mut self, services: &[&str], now: Now) -> u64 {
         let services = (!services.is_empty()).then(|| services.iter().map(|service| (*service).to_owned()).collect());
         let request = DrainRequest { server: "s1".into(), services, force: false };
         self.controller.check_drain(&request, now).unwrap();
@@ -55,9 +56,9 @@ impl Harness {
     }
 
     /// Reports a count of connections: its age in seconds, the configuration generation at its start, and the number.
-    fn report(&mut self, session: &Session, counted: Option<(u64, u64, u32)>, now: Now) {
+    fn send_report(&mut self, session: &Session, connection_count: Option<(u64, u64, u32)>, now: Now) {
         self.sequence += 1;
-        let connections = counted.map(|(age, configuration_generation, connections)| CountedConnections {
+        let connections = connection_count.map(|(age, configuration_generation, connections)| CountedConnections {
             elapsed: Duration::from_secs(age),
             configuration_generation,
             services: [("web".to_owned(), connections), ("api".to_owned(), 100)].into(),
@@ -68,86 +69,89 @@ impl Harness {
         self.controller.report(session, Ok(report), now).unwrap();
     }
 
-    fn confirm(&mut self, session: u64, configuration_generation: u64, now: Now) {
+    fn confirm_configuration(&mut self, session: u64, configuration_generation: u64, now: Now) {
         let state = v1::LoadBalancerState { configuration_generation, ..Default::default() };
         self.controller.record_load_balancer_state(session, state, now);
     }
 
-    fn status(&self, now: Now) -> DrainStatus {
+    fn drain_status(&self, now: Now) -> DrainStatus {
         self.controller.drain_status("s1", now).unwrap()
     }
 
     /// Returns the open connections of server s1, as `status` and `top` display them.
-    fn open_connections(&self, now: Now) -> [u32; 2] {
+    fn displayed_open_connections(&self, now: Now) -> [u32; 2] {
         let (id, server) = self.controller.servers_after(None).find(|(_, server)| server.name == "s1").unwrap();
-        let status = self.controller.server_status(id, server, false, now);
-        [status.open_connections, self.controller.server_loads(id, server, now).open_connections]
+        let server_status = self.controller.server_status(id, server, false, now);
+        [server_status.open_connections, self.controller.server_loads(id, server, now).open_connections]
     }
 
-    fn waits_for(&self, now: Now) -> Vec<String> {
-        let status = self.status(now);
-        assert_eq!(status.remaining, None);
-        status.waits_for
+    fn drain_wait_reasons(&self, now: Now) -> Vec<String> {
+        let drain_status = self.drain_status(now);
+        assert_eq!(drain_status.remaining, None);
+        drain_status.waits_for
     }
 }
 
 #[test]
 fn drain_count_is_valid_after_all_load_balancers_confirmed() {
     let mut harness = Harness::new();
-    let balancers = ["lb1", "lb2"].map(|name| harness.controller.register_load_balancer(name, at(10)).unwrap());
+    let balancer_sessions = ["lb1", "lb2"].map(|name| harness.controller.register_load_balancer(name, at(10)).unwrap());
     let session = harness.controller.register("s1", "test", at(10)).unwrap();
-    let before = harness.records.generation;
-    harness.report(&session, Some((0, before, 7)), at(10));
+    let generation_before_drain = harness.records.generation;
+    harness.send_report(&session, Some((0, generation_before_drain, 7)), at(10));
     assert_eq!(
-        (harness.status(at(10)).remaining, harness.status(at(10)).waits_for.len()),
+        (harness.drain_status(at(10)).remaining, harness.drain_status(at(10)).waits_for.len()),
         (None, 0),
         "it is not drained"
     );
-    let generation = harness.drain(&["web"], at(10));
-    harness.confirm(balancers[0], generation, at(11));
-    harness.confirm(balancers[1], before, at(11));
-    let lb2 = "load balancer lb2, which may send new connections still";
-    assert_eq!(harness.waits_for(at(11)), [lb2]);
-    harness.report(&session, Some((0, generation, 0)), at(11));
-    assert_eq!(harness.waits_for(at(11)), [lb2], "nothing remains, as yet");
-    harness.confirm(balancers[0], generation, at(12));
-    harness.confirm(balancers[1], generation, at(12));
-    let newer = "a count that begins now";
-    assert_eq!(harness.waits_for(at(12)), [newer]);
-    harness.report(&session, Some((1, generation, 1)), at(13));
-    assert_eq!(harness.waits_for(at(13)), [newer], "it began when the last one confirmed");
-    harness.report(&session, Some((0, before, 0)), at(13));
-    assert_eq!(harness.waits_for(at(13)), [newer], "it began before the agent knew");
-    harness.report(&session, Some((0, generation, 3)), at(13));
-    assert_eq!(harness.status(at(13)).remaining, Some(3), "of the service in which it is drained");
-    let generation = harness.drain(&[], at(13));
-    balancers.iter().for_each(|session| harness.confirm(*session, generation, at(13)));
-    harness.report(&session, Some((0, generation, 3)), at(14));
-    let status = harness.status(at(14));
-    assert_eq!((status.remaining, status.not_counted), (Some(103), vec!["dns".to_owned()]));
-    assert_eq!(harness.open_connections(at(14)), [103, 103], "connections of services, and no other sockets");
+    let generation = harness.drain_s1(&["web"], at(10));
+    harness.confirm_configuration(balancer_sessions[0], generation, at(11));
+    harness.confirm_configuration(balancer_sessions[1], generation_before_drain, at(11));
+    let expected_lb2_reason = "load balancer lb2, which may send new connections still";
+    assert_eq!(harness.drain_wait_reasons(at(11)), [expected_lb2_reason]);
+    harness.send_report(&session, Some((0, generation, 0)), at(11));
+    assert_eq!(harness.drain_wait_reasons(at(11)), [expected_lb2_reason], "nothing remains, as yet");
+    harness.confirm_configuration(balancer_sessions[0], generation, at(12));
+    harness.confirm_configuration(balancer_sessions[1], generation, at(12));
+    let expected_count_reason = "a count that begins now";
+    assert_eq!(harness.drain_wait_reasons(at(12)), [expected_count_reason]);
+    harness.send_report(&session, Some((1, generation, 1)), at(13));
+    assert_eq!(harness.drain_wait_reasons(at(13)), [expected_count_reason], "it began when the last one confirmed");
+    harness.send_report(&session, Some((0, generation_before_drain, 0)), at(13));
+    assert_eq!(harness.drain_wait_reasons(at(13)), [expected_count_reason], "it began before the agent knew");
+    harness.send_report(&session, Some((0, generation, 3)), at(13));
+    assert_eq!(harness.drain_status(at(13)).remaining, Some(3), "of the service in which it is drained");
+    let generation = harness.drain_s1(&[], at(13));
+    balancer_sessions.iter().for_each(|session| harness.confirm_configuration(*session, generation, at(13)));
+    harness.send_report(&session, Some((0, generation, 3)), at(14));
+    let drain_status = harness.drain_status(at(14));
+    assert_eq!((drain_status.remaining, drain_status.not_counted), (Some(103), vec!["dns".to_owned()]));
+    assert_eq!(harness.displayed_open_connections(at(14)), [103, 103], "connections of services, and no other sockets");
 }
 
 #[test]
 fn drain_waits_for_missing_confirmations() {
     let mut harness = Harness::new();
-    harness.drain(&[], at(10));
-    assert_eq!(harness.waits_for(at(10)), ["its agent, which does not report", "a load balancer: none is connected"]);
-    let balancer = harness.controller.register_load_balancer("lb1", at(10)).unwrap();
-    harness.confirm(balancer, harness.records.generation, at(10));
-    assert_eq!(harness.waits_for(at(10)), ["its agent, which does not report"]);
+    harness.drain_s1(&[], at(10));
+    assert_eq!(
+        harness.drain_wait_reasons(at(10)),
+        ["its agent, which does not report", "a load balancer: none is connected"]
+    );
+    let balancer_session = harness.controller.register_load_balancer("lb1", at(10)).unwrap();
+    harness.confirm_configuration(balancer_session, harness.records.generation, at(10));
+    assert_eq!(harness.drain_wait_reasons(at(10)), ["its agent, which does not report"]);
     let session = harness.controller.register("s1", "test", at(10)).unwrap();
-    harness.report(&session, None, at(11));
-    let older = "its agent's first count of connections (those before this version do not count)";
-    assert_eq!(harness.waits_for(at(11)), [older]);
+    harness.send_report(&session, None, at(11));
+    let expected_first_count_reason = "its agent's first count of connections (those before this version do not count)";
+    assert_eq!(harness.drain_wait_reasons(at(11)), [expected_first_count_reason]);
     let generation = harness.records.generation;
-    harness.report(&session, Some((0, generation, 0)), at(11));
-    assert_eq!(harness.status(at(11)).remaining, Some(100));
-    let lost = |now| {
+    harness.send_report(&session, Some((0, generation, 0)), at(11));
+    assert_eq!(harness.drain_status(at(11)).remaining, Some(100));
+    let disconnected_names = |now| {
         harness.controller.acknowledgements(now).disconnected.into_iter().map(|lost| lost.name).collect::<Vec<_>>()
     };
-    assert_eq!((lost(at(11)), lost(at(80))), (vec![], vec!["lb1".to_owned()]));
+    assert_eq!((disconnected_names(at(11)), disconnected_names(at(80))), (vec![], vec!["lb1".to_owned()]));
     // Its agent is gone: its count is valid no longer than its report.
-    harness.confirm(balancer, generation, at(80));
-    assert_eq!(harness.waits_for(at(80)), ["its agent, which does not report"]);
+    harness.confirm_configuration(balancer_session, generation, at(80));
+    assert_eq!(harness.drain_wait_reasons(at(80)), ["its agent, which does not report"]);
 }

@@ -7,14 +7,14 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use coreward_api::types::{ExplainedServer, Explanation};
-use coreward_model::connection_table::OwnerNumber;
-use coreward_model::cookie::FleetKeys;
-use coreward_model::forwarding::{Forwarding, flow_port};
+use coreward_model::connection_table::TableOwnerNumber;
+use coreward_model::cookie::FleetCookieKeys;
+use coreward_model::forwarding::{Forwarding, gue_source_port};
 use coreward_model::placement::{
-    Candidate, Member, PlacementRule, PlacementState, PlacementTable, mix_hash, two_draws,
+    CandidateCore, PlacementRule, PlacementState, PlacementTable, TableMember, mix_hash, two_draws,
 };
 use coreward_model::policy::{Pool, PoolServer, ServerLoads};
-use coreward_model::tuple::{FourTuple, MixedFamilies, ServiceAddress};
+use coreward_model::tuple::{FourTuple, MixedAddressFamilies, ServiceAddress};
 use coreward_model::vlan::Vlan;
 use coreward_model::{ServerId, load};
 
@@ -30,7 +30,7 @@ pub enum ExplainError {
     #[error("no service at {address}: expected one of {known_services}")]
     UnknownService { address: ServiceAddress, known_services: String },
     #[error(transparent)]
-    MixedFamilies(#[from] MixedFamilies),
+    MixedFamilies(#[from] MixedAddressFamilies),
 }
 
 /// Copy of a service's state: explanations with thousands of servers must not delay the processing of reports.
@@ -39,12 +39,12 @@ pub struct ServiceView {
     table: Option<Arc<PlacementTable>>,
     pool: Pool,
     /// Names and VLANs of all servers, because a table may contain a server that has left the pool.
-    names: HashMap<ServerId, (String, Vlan)>,
-    cookie_keys: FleetKeys,
+    names_and_vlans: HashMap<ServerId, (String, Vlan)>,
+    cookie_keys: FleetCookieKeys,
     /// Fraction of packets that load balancers place by the cookie, with LB-side stamping.
-    cookie_share: Option<f64>,
+    cookie_fraction: Option<f64>,
     /// Names of load balancers by the owner number in the cookies of their connection tables.
-    owner_names: Vec<(OwnerNumber, String)>,
+    owner_names: Vec<(TableOwnerNumber, String)>,
 }
 
 /// Server in the view of a service.
@@ -62,22 +62,22 @@ impl Controller {
     /// Fails if no service has this address.
     pub fn service_view(&self, address: ServiceAddress, now: Now) -> Result<ServiceView, ExplainError> {
         let service = self.services.iter().find(|service| service.fleet().address == address);
-        let service =
-            service.ok_or_else(|| ExplainError::UnknownService { address, known_services: self.known_services() })?;
-        let owner = |(name, known): (&String, &LoadBalancerRecord)| Some((known.owner?, name.clone()));
+        let service = service
+            .ok_or_else(|| ExplainError::UnknownService { address, known_services: self.known_service_addresses() })?;
+        let owner_and_name = |(name, known): (&String, &LoadBalancerRecord)| Some((known.owner?, name.clone()));
         Ok(ServiceView {
             service: service.fleet().clone(),
             table: service.newest_table().map(|newest| newest.table),
-            pool: self.with_context(service, Pool::new(Vec::new(), 1), now),
-            names: HashMap::new(),
+            pool: self.with_common_inputs(service, Pool::new(Vec::new(), 1), now),
+            names_and_vlans: HashMap::new(),
             cookie_keys: self.fleet.key_ring.keys,
-            cookie_share: self.load_balancers.stamped_packets(&service.fleet().name).cookie_share(),
-            owner_names: self.fleet.load_balancers.iter().filter_map(owner).collect(),
+            cookie_fraction: self.load_balancers.stamped_packets(&service.fleet().name).cookie_share(),
+            owner_names: self.fleet.load_balancers.iter().filter_map(owner_and_name).collect(),
         })
     }
 
     pub fn viewed_server(&self, view: &ServiceView, id: ServerId, server: &FleetServer, now: Now) -> ViewedServer {
-        let service = self.positions.get(&view.service.index).map(|position| &self.services[*position]);
+        let service = self.positions_by_index.get(&view.service.index).map(|position| &self.services[*position]);
         let service = service.filter(|service| service.fleet().members.contains_key(&id));
         let pool_server = service.map(|service| self.pool_server(service, id, now));
         ViewedServer { id, name: server.name.clone(), vlan: server.vlan, pool_server }
@@ -92,26 +92,27 @@ impl Controller {
         packet: ExplainedPacket,
         now: Now,
     ) -> Result<Explanation, ExplainError> {
-        let view = self.service_view(address, now)?;
-        let servers = self.servers_after(None).map(|(id, server)| self.viewed_server(&view, id, server, now));
+        let service_view = self.service_view(address, now)?;
+        let servers = self.servers_after(None).map(|(id, server)| self.viewed_server(&service_view, id, server, now));
         let servers: Vec<ViewedServer> = servers.collect();
-        view.with_servers(servers).explain(client, packet)
+        service_view.with_servers(servers).explain(client, packet)
     }
 
-    fn known_services(&self) -> String {
-        let known: Vec<String> = self.services.iter().map(|service| service.fleet().address.to_string()).collect();
-        if known.is_empty() { "none (there are no services)".to_owned() } else { known.join(", ") }
+    fn known_service_addresses(&self) -> String {
+        let known_addresses: Vec<String> =
+            self.services.iter().map(|service| service.fleet().address.to_string()).collect();
+        if known_addresses.is_empty() { "none (there are no services)".to_owned() } else { known_addresses.join(", ") }
     }
 }
 
 impl ServiceView {
     pub fn with_servers(mut self, servers: Vec<ViewedServer>) -> Self {
-        let mut members = Vec::with_capacity(servers.len());
+        let mut pool_servers = Vec::with_capacity(servers.len());
         for ViewedServer { id, name, vlan, pool_server } in servers {
-            self.names.insert(id, (name, vlan));
-            members.extend(pool_server);
+            self.names_and_vlans.insert(id, (name, vlan));
+            pool_servers.extend(pool_server);
         }
-        self.pool = self.pool.replace_servers(members);
+        self.pool = self.pool.replace_servers(pool_servers);
         self
     }
 
@@ -119,83 +120,86 @@ impl ServiceView {
     /// packets the explanation contains all that the controller can know. Fails if client and VIP are of different
     /// address families.
     pub fn explain(&self, client: SocketAddr, packet: ExplainedPacket) -> Result<Explanation, ExplainError> {
-        Ok(self.case(client)?.explanation(packet))
+        Ok(self.connection_case(client)?.explain_packet(packet))
     }
 
-    fn case(&self, client: SocketAddr) -> Result<ConnectionCase<'_>, ExplainError> {
-        Ok(ConnectionCase { view: self, tuple: FourTuple::new(client, self.service.address.socket)? })
+    fn connection_case(&self, client: SocketAddr) -> Result<ConnectionCase<'_>, ExplainError> {
+        Ok(ConnectionCase { service_view: self, four_tuple: FourTuple::new(client, self.service.address.socket)? })
     }
 }
 
 struct ConnectionCase<'a> {
-    view: &'a ServiceView,
-    tuple: FourTuple,
+    service_view: &'a ServiceView,
+    four_tuple: FourTuple,
 }
 
 /// Server to which the packet goes, if the controller can know it, and the reason in one sentence.
 type PacketVerdict = (Option<ServerId>, String);
 
 impl ConnectionCase<'_> {
-    fn choose(&self, packet: ExplainedPacket) -> PacketVerdict {
-        match (packet, self.view.table.as_deref()) {
+    fn packet_verdict(&self, packet: ExplainedPacket) -> PacketVerdict {
+        match (packet, self.service_view.table.as_deref()) {
             (ExplainedPacket::Established { tsecr, is_reset }, table) => {
                 self.established_verdict(table, tsecr, is_reset)
             }
-            (ExplainedPacket::NewConnection, Some(table)) => self.verdict(table),
+            (ExplainedPacket::NewConnection, Some(table)) => self.verdict_on_new_connection(table),
             (ExplainedPacket::NewConnection, None) => (None, "no table has been made yet".to_owned()),
         }
     }
 
-    fn explanation(&self, packet: ExplainedPacket) -> Explanation {
-        let (chosen, reason) = self.choose(packet);
-        let table = self.view.table.as_deref();
+    fn explain_packet(&self, packet: ExplainedPacket) -> Explanation {
+        let (chosen, reason) = self.packet_verdict(packet);
+        let table = self.service_view.table.as_deref();
         Explanation {
-            service: self.view.service.name.clone(),
-            policy: self.view.service.policy.to_owned(),
+            service: self.service_view.service.name.clone(),
+            policy: self.service_view.service.policy.to_owned(),
             table_generation: table.map_or(0, |table| table.generation),
-            servers: self.view.pool.servers().iter().map(|server| self.server(server)).collect(),
-            chosen_server: chosen.map(|id| self.name(id).to_owned()),
+            servers: self.service_view.pool.servers().iter().map(|server| self.explained_server(server)).collect(),
+            chosen_server: chosen.map(|id| self.server_name(id).to_owned()),
             reason,
-            forwarding: self.view.service.mode.forwarding.name().to_owned(),
+            forwarding: self.service_view.service.mode.forwarding.name().to_owned(),
             outer_source_port: self.outer_source_port(),
-            cookie_share: self.view.cookie_share,
+            cookie_share: self.service_view.cookie_fraction,
         }
     }
 
     /// Returns the outer source port that load balancers derive from the connection when they encapsulate packets.
     fn outer_source_port(&self) -> Option<u16> {
-        let client = self.tuple.client();
-        let [source, destination] = [client.port(), self.tuple.vip().port()].map(u16::to_be_bytes);
-        let ports = [source[0], source[1], destination[0], destination[1]];
-        (self.view.service.mode.forwarding == Forwarding::Gue).then(|| flow_port(client.ip(), ports))
+        let client = self.four_tuple.client();
+        let [source, destination] = [client.port(), self.four_tuple.vip().port()].map(u16::to_be_bytes);
+        let port_bytes = [source[0], source[1], destination[0], destination[1]];
+        (self.service_view.service.mode.forwarding == Forwarding::Gue).then(|| gue_source_port(client.ip(), port_bytes))
     }
 
-    fn name(&self, id: ServerId) -> &str {
-        self.view.names.get(&id).map_or("(a server that left)", |(name, _)| name)
+    fn server_name(&self, id: ServerId) -> &str {
+        self.service_view.names_and_vlans.get(&id).map_or("(a server that left)", |(name, _)| name)
     }
 
     /// Returns the RSS hash, the bucket, the core and the core's load that the connection would have at this server.
-    fn server(&self, server: &PoolServer) -> ExplainedServer {
-        let hash = server.rss.as_ref().map(|rss| rss.key.toeplitz(&self.tuple.bytes()));
-        let core = server.rss.as_ref().zip(hash).map(|(rss, hash)| rss.indirection_table.queue(hash));
-        let cores = server.loads.as_ref().and_then(ServerLoads::cores);
-        let load_of = |core: u16| cores.and_then(|loads| loads.get(usize::from(core))).copied();
+    fn explained_server(&self, server: &PoolServer) -> ExplainedServer {
+        let rss_hash = server.rss.as_ref().map(|rss| rss.key.toeplitz_hash(&self.four_tuple.bytes()));
+        let core = server.rss.as_ref().zip(rss_hash).map(|(rss, hash)| rss.indirection_table.queue_of_hash(hash));
+        let core_loads = server.loads.as_ref().and_then(ServerLoads::cores);
+        let load_of_core = |core: u16| core_loads.and_then(|loads| loads.get(usize::from(core))).copied();
         ExplainedServer {
-            name: self.name(server.id).to_owned(),
+            name: self.server_name(server.id).to_owned(),
             id: server.id.get().into(),
-            vlan: self.view.names.get(&server.id).and_then(|(_, vlan)| vlan.id()),
-            hash,
-            bucket: hash.map(|hash| self.view.service.buckets.bucket(hash)),
+            vlan: self.service_view.names_and_vlans.get(&server.id).and_then(|(_, vlan)| vlan.id()),
+            hash: rss_hash,
+            bucket: rss_hash.map(|hash| self.service_view.service.buckets.bucket(hash)),
             core: core.map(u32::from),
-            core_load: core.and_then(load_of),
-            eligible: server.eligible,
+            core_load: core.and_then(load_of_core),
+            eligible: server.is_eligible,
         }
     }
 
-    fn verdict(&self, table: &PlacementTable) -> PacketVerdict {
+    fn verdict_on_new_connection(&self, table: &PlacementTable) -> PacketVerdict {
         if table.members.is_empty() {
-            let count = self.view.pool.servers().len();
-            return (None, format!("none of the {count} servers takes new connections: the new connection is dropped"));
+            let server_count = self.service_view.pool.servers().len();
+            return (
+                None,
+                format!("none of the {server_count} servers takes new connections: the new connection is dropped"),
+            );
         }
         match table.rule {
             PlacementRule::Table => self.verdict_by_table(table),
@@ -206,29 +210,30 @@ impl ConnectionCase<'_> {
     }
 
     fn verdict_by_table(&self, table: &PlacementTable) -> PacketVerdict {
-        let Some(chosen) = table.choose(&mut PlacementState::for_table(table), &self.tuple) else {
+        let Some(chosen) = table.select_server(&mut PlacementState::for_table(table), &self.four_tuple) else {
             return (None, "the table names no server for this bucket".to_owned());
         };
-        let bucket = self.describe_bucket(table, chosen);
-        let name = self.name(chosen);
-        let candidate = self.candidates(table).into_iter().find(|candidate| candidate.server == chosen);
-        let reason = match candidate {
+        let bucket_description = self.describe_bucket(table, chosen);
+        let server_name = self.server_name(chosen);
+        let chosen_candidate =
+            self.candidates_of_connection(table).into_iter().find(|candidate| candidate.server == chosen);
+        let reason = match chosen_candidate {
             Some(candidate) if !is_load_independent(table) => {
                 format!(
-                    "{bucket} goes to {name}: {} is the least loaded that it reaches",
+                    "{bucket_description} goes to {server_name}: {} is the least loaded that it reaches",
                     self.describe_core(table, candidate)
                 )
             }
-            _ if self.view.pool.has_loads() => {
-                format!("{bucket} goes to {name} by the bucket alone, independent of loads")
+            _ if self.service_view.pool.has_loads() => {
+                format!("{bucket_description} goes to {server_name} by the bucket alone, independent of loads")
             }
-            _ => format!("{bucket} goes to {name} by the bucket alone: no loads are known"),
+            _ => format!("{bucket_description} goes to {server_name} by the bucket alone: no loads are known"),
         };
         (Some(chosen), reason)
     }
 
     fn verdict_by_assignments(&self, table: &PlacementTable) -> PacketVerdict {
-        let mut candidates = self.candidates(table);
+        let mut candidates = self.candidates_of_connection(table);
         // A stable sort, so that the first of equal loads wins, as in the data plane.
         candidates.sort_by_key(|candidate| candidate.load);
         candidates.dedup_by_key(|candidate| candidate.core_slot);
@@ -238,105 +243,111 @@ impl ConnectionCase<'_> {
         let mut reason = format!(
             "{} goes to {}: {} is the least loaded of {} candidates",
             self.describe_bucket(table, first.server),
-            self.name(first.server),
+            self.server_name(first.server),
             self.describe_core(table, first),
             candidates.len()
         );
         if let Some(second) = candidates.get(1) {
-            let next = format!("{} ({})", self.name(second.server), self.describe_core(table, *second));
+            let next_description =
+                format!("{} ({})", self.server_name(second.server), self.describe_core(table, *second));
             reason += &match (second.load - first.load).checked_div(table.assignment_cost) {
                 // Strictly more than the distance: the first of equal candidates wins.
                 Some(more) => format!(
                     ", unless a load balancer has given it more than {more} connections since the last table, each \
-                     counted as {:.4}; then {next}",
+                     counted as {:.4}; then {next_description}",
                     load_fraction(table.assignment_cost)
                 ),
-                None => format!(", followed by {next}"),
+                None => format!(", followed by {next_description}"),
             };
         }
         (Some(first.server), reason)
     }
 
     fn verdict_by_round_robin(&self, table: &PlacementTable) -> PacketVerdict {
-        let mut turns: Vec<(ServerId, u32)> = Vec::new();
+        let mut turn_counts: Vec<(ServerId, u32)> = Vec::new();
         for member in &table.members {
-            match turns.iter_mut().find(|(server, _)| *server == member.server) {
+            match turn_counts.iter_mut().find(|(server, _)| *server == member.server) {
                 Some((_, count)) => *count += 1,
-                None => turns.push((member.server, 1)),
+                None => turn_counts.push((member.server, 1)),
             }
         }
-        let weighted = turns.len() < table.members.len();
-        let words = |(server, count): &(ServerId, u32)| match weighted {
-            true => format!("{} {count}", self.name(*server)),
-            false => self.name(*server).to_owned(),
+        let is_weighted = turn_counts.len() < table.members.len();
+        let describe_turns = |(server, count): &(ServerId, u32)| match is_weighted {
+            true => format!("{} {count}", self.server_name(*server)),
+            false => self.server_name(*server).to_owned(),
         };
-        let list = turns.iter().map(words).collect::<Vec<_>>().join(", ");
-        let order = match weighted {
+        let turn_list = turn_counts.iter().map(describe_turns).collect::<Vec<_>>().join(", ");
+        let order_description = match is_weighted {
             true => format!("have these shares of {} turns, evenly spread", table.members.len()),
             false => "have their turns in this order".to_owned(),
         };
-        let servers = turns.len();
-        let reason =
-            format!("the {servers} servers that take new connections ({list}) {order}, counted by the load balancer");
+        let server_count = turn_counts.len();
+        let reason = format!(
+            "the {server_count} servers that take new connections ({turn_list}) {order_description}, counted by the \
+             load balancer"
+        );
         (None, reason)
     }
 
     fn verdict_by_two_draws(&self, table: &PlacementTable) -> PacketVerdict {
-        let hash = table.groups.first().map_or(0, |key| key.toeplitz(&self.tuple.bytes()));
+        let hash = table.groups.first().map_or(0, |key| key.toeplitz_hash(&self.four_tuple.bytes()));
         let (first, second) = two_draws(mix_hash(hash), table.members.len() as u32);
-        let drawn = [first, second].map(|position| table.members[position as usize]);
-        let chosen = table.choose(&mut PlacementState::for_table(table), &self.tuple);
-        let what = if self.view.service.policy == "pow2" { "mean load" } else { "compared" };
-        let words = |member: Member| format!("{} ({what} {:.3})", self.name(member.server), load_fraction(member.load));
-        let reason = match (chosen, first == second) {
+        let drawn_members = [first, second].map(|position| table.members[position as usize]);
+        let chosen_server = table.select_server(&mut PlacementState::for_table(table), &self.four_tuple);
+        let load_description = if self.service_view.service.policy == "pow2" { "mean load" } else { "compared" };
+        let describe_member = |member: TableMember| {
+            format!("{} ({load_description} {:.3})", self.server_name(member.server), load_fraction(member.load))
+        };
+        let reason = match (chosen_server, first == second) {
             (None, _) => "the table names no server".to_owned(),
-            (Some(_), true) => format!("both draws by the connection's hash are {}", words(drawn[0])),
+            (Some(_), true) => format!("both draws by the connection's hash are {}", describe_member(drawn_members[0])),
             (Some(chosen), false) => format!(
                 "of two servers drawn by the connection's hash, {} and {}, {} is the less loaded",
-                words(drawn[0]),
-                words(drawn[1]),
-                self.name(chosen)
+                describe_member(drawn_members[0]),
+                describe_member(drawn_members[1]),
+                self.server_name(chosen)
             ),
         };
-        (chosen, reason)
+        (chosen_server, reason)
     }
 
     /// Returns the candidates for the connection: those of its bucket in every RSS group.
-    fn candidates(&self, table: &PlacementTable) -> Vec<Candidate> {
-        let bytes = self.tuple.bytes();
-        let per_group = table.groups.iter().enumerate().flat_map(|(group, key)| {
-            let bucket = table.bucket_count.bucket(key.toeplitz(&bytes));
+    fn candidates_of_connection(&self, table: &PlacementTable) -> Vec<CandidateCore> {
+        let tuple_bytes = self.four_tuple.bytes();
+        let candidates_per_group = table.groups.iter().enumerate().flat_map(|(group, key)| {
+            let bucket = table.bucket_count.bucket(key.toeplitz_hash(&tuple_bytes));
             table.candidates_of(group, bucket).to_vec()
         });
-        per_group.collect()
+        candidates_per_group.collect()
     }
 
     /// Returns a text like "bucket 17 of 128". The bucket is found by the key of the chosen server's RSS group.
     fn describe_bucket(&self, table: &PlacementTable, chosen: ServerId) -> String {
-        let own_key = self.rss_key(chosen).filter(|key| table.groups.contains(key));
-        let (key, whose) = match own_key {
+        let group_key = self.rss_key_of(chosen).filter(|key| table.groups.contains(key));
+        let (key, whose) = match group_key {
             Some(key) => (key, ""),
             None => (&table.groups[0], " by a hash that only load balancers use"),
         };
-        let bucket = table.bucket_count.bucket(key.toeplitz(&self.tuple.bytes()));
+        let bucket = table.bucket_count.bucket(key.toeplitz_hash(&self.four_tuple.bytes()));
         format!("bucket {bucket} of {}{whose}", table.bucket_count.get())
     }
 
-    fn rss_key(&self, id: ServerId) -> Option<&coreward_model::rss::RssKey> {
-        let server = self.view.pool.servers().iter().find(|server| server.id == id)?;
+    fn rss_key_of(&self, id: ServerId) -> Option<&coreward_model::rss::RssKey> {
+        let server = self.service_view.pool.servers().iter().find(|server| server.id == id)?;
         server.rss.as_ref().map(|rss| &rss.key)
     }
 
-    /// Returns whether the candidate stands for one core, and not for a whole server.
-    fn names_core(&self, table: &PlacementTable, candidate: Candidate) -> bool {
-        self.rss_key(candidate.server).is_some_and(|key| table.groups.contains(key))
+    /// Returns whether the candidate is one core, and not a whole server.
+    fn is_single_core(&self, table: &PlacementTable, candidate: CandidateCore) -> bool {
+        self.rss_key_of(candidate.server).is_some_and(|key| table.groups.contains(key))
     }
 
-    fn describe_core(&self, table: &PlacementTable, candidate: Candidate) -> String {
+    fn describe_core(&self, table: &PlacementTable, candidate: CandidateCore) -> String {
         let load = load_fraction(candidate.load);
-        if !self.names_core(table, candidate) {
-            let why = if self.rss_key(candidate.server).is_none() { ", whose RSS is unknown," } else { "" };
-            return format!("the whole server{why} with load {load:.3} in the table");
+        if !self.is_single_core(table, candidate) {
+            let unknown_rss_note =
+                if self.rss_key_of(candidate.server).is_none() { ", whose RSS is unknown," } else { "" };
+            return format!("the whole server{unknown_rss_note} with load {load:.3} in the table");
         }
         format!("core {} with load {load:.3} in the table", table.core_slots[usize::from(candidate.core_slot)].core)
     }
@@ -350,5 +361,5 @@ fn is_load_independent(table: &PlacementTable) -> bool {
 
 /// Converts a load in the fixed-point format of the data plane to a fraction of a core's capacity.
 fn load_fraction(fixed_point: u32) -> f64 {
-    f64::from(fixed_point) / f64::from(load::to_fixed_point(1.0))
+    f64::from(fixed_point) / f64::from(load::load_to_fixed_point(1.0))
 }

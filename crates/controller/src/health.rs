@@ -19,12 +19,12 @@ pub struct HealthState {
     agent_checks: BTreeMap<HealthTarget, AgentCheck>,
     /// Inputs from which the newest verdicts follow: generation of the configuration, and versions of the load
     /// balancers' verdicts.
-    inputs: Option<(u64, Vec<(String, u64)>)>,
+    verdict_inputs: Option<(u64, Vec<(String, u64)>)>,
 }
 
 #[derive(Debug)]
 struct AgentCheck {
-    check: Arc<HealthCheck>,
+    health_check: Arc<HealthCheck>,
     health_tracker: HealthTracker,
     due_at: Duration,
 }
@@ -36,61 +36,64 @@ impl HealthState {
         fleet: &Fleet,
         load_balancers: &LoadBalancers,
         now: Now,
-        reports: impl Fn(ServerId) -> bool,
+        has_reporting_agent: impl Fn(ServerId) -> bool,
     ) {
-        self.check_agents(fleet, now, reports);
-        let printed = load_balancers.verdict_versions(now);
-        let inputs = Some((fleet.generation, printed));
-        if self.inputs == inputs {
+        self.check_agents(fleet, now, has_reporting_agent);
+        let verdict_versions = load_balancers.verdict_versions(now);
+        let verdict_inputs = Some((fleet.generation, verdict_versions));
+        if self.verdict_inputs == verdict_inputs {
             return;
         }
-        self.inputs = inputs;
-        let checked = checked_by_load_balancers(fleet);
-        let before = std::mem::take(&mut self.verdicts);
-        let was = |target: &HealthTarget| before.get(target).copied().unwrap_or(HealthVerdict::Up);
-        let now_said = majority_verdicts(&load_balancers.verdicts(now), was);
-        for target in checked {
-            let verdict = now_said.get(&target).copied().unwrap_or_else(|| was(&target));
+        self.verdict_inputs = verdict_inputs;
+        let checked_targets = load_balancer_targets(fleet);
+        let previous_verdicts = std::mem::take(&mut self.verdicts);
+        let previous_verdict =
+            |target: &HealthTarget| previous_verdicts.get(target).copied().unwrap_or(HealthVerdict::Up);
+        let majority_verdicts = majority_verdicts(&load_balancers.live_verdicts(now), previous_verdict);
+        for target in checked_targets {
+            let verdict = majority_verdicts.get(&target).copied().unwrap_or_else(|| previous_verdict(&target));
             self.verdicts.insert(target, verdict);
         }
     }
 
     /// Performs the checks by agents' reports, each at its own interval. After the controller's start, agents have time
     /// to reconnect.
-    fn check_agents(&mut self, fleet: &Fleet, now: Now, reports: impl Fn(ServerId) -> bool) {
-        let mut required: BTreeMap<HealthTarget, &Arc<HealthCheck>> = BTreeMap::new();
+    fn check_agents(&mut self, fleet: &Fleet, now: Now, has_reporting_agent: impl Fn(ServerId) -> bool) {
+        let mut required_checks: BTreeMap<HealthTarget, &Arc<HealthCheck>> = BTreeMap::new();
         for service in &fleet.services {
             let Some(check) = service.check.as_ref().filter(|check| check.probe == Probe::Agent) else { continue };
-            required.extend(present_servers(service).map(|id| ((service.index, id), check)));
+            required_checks.extend(present_servers(service).map(|id| ((service.index, id), check)));
         }
-        self.agent_checks.retain(|target, asked| required.get(target).is_some_and(|check| **check == asked.check));
-        for (target, check) in required {
-            let asked = self.agent_checks.entry(target).or_insert_with(|| AgentCheck {
-                check: check.clone(),
+        self.agent_checks
+            .retain(|target, asked| required_checks.get(target).is_some_and(|check| **check == asked.health_check));
+        for (target, check) in required_checks {
+            let agent_check = self.agent_checks.entry(target).or_insert_with(|| AgentCheck {
+                health_check: check.clone(),
                 health_tracker: HealthTracker::default(),
                 due_at: now.monotonic.max(START_GRACE),
             });
-            if now.monotonic >= asked.due_at {
-                asked.health_tracker.record_result(reports(target.1), check.thresholds);
-                asked.due_at = now.monotonic + check.interval;
+            if now.monotonic >= agent_check.due_at {
+                agent_check.health_tracker.record_result(has_reporting_agent(target.1), check.thresholds);
+                agent_check.due_at = now.monotonic + check.interval;
             }
         }
     }
 
     pub fn is_down(&self, target: &HealthTarget) -> bool {
-        let by_agent =
+        let is_down_by_agent =
             self.agent_checks.get(target).and_then(|asked| asked.health_tracker.verdict()) == Some(HealthVerdict::Down);
-        by_agent || self.verdicts.get(target) == Some(&HealthVerdict::Down)
+        is_down_by_agent || self.verdicts.get(target) == Some(&HealthVerdict::Down)
     }
 }
 
-fn checked_by_load_balancers(fleet: &Fleet) -> BTreeSet<HealthTarget> {
-    let by_them = |service: &&FleetService| service.check.as_ref().is_some_and(|check| check.probe != Probe::Agent);
-    let services = fleet.services.iter().filter(by_them);
-    services.flat_map(|service| present_servers(service).map(|id| (service.index, id))).collect()
+fn load_balancer_targets(fleet: &Fleet) -> BTreeSet<HealthTarget> {
+    let is_checked_by_load_balancers =
+        |service: &&FleetService| service.check.as_ref().is_some_and(|check| check.probe != Probe::Agent);
+    let checked_services = fleet.services.iter().filter(is_checked_by_load_balancers);
+    checked_services.flat_map(|service| present_servers(service).map(|id| (service.index, id))).collect()
 }
 
 fn present_servers(service: &FleetService) -> impl Iterator<Item = ServerId> {
-    let present = service.members.iter().filter(|(_, membership)| **membership == Membership::Present);
-    present.map(|(id, _)| *id)
+    let present_members = service.members.iter().filter(|(_, membership)| **membership == Membership::Present);
+    present_members.map(|(id, _)| *id)
 }

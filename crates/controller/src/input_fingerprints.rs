@@ -18,14 +18,14 @@ impl Shard {
         Self(u64::from(id.get()) / SHARD_SIZE)
     }
 
-    fn ids(self) -> Range<u64> {
+    fn id_range(self) -> Range<u64> {
         self.0 * SHARD_SIZE..(self.0 + 1) * SHARD_SIZE
     }
 
-    pub fn members<T>(self, members: &BTreeMap<ServerId, T>) -> impl Iterator<Item = ServerId> {
-        let ids = self.ids();
-        let first = ServerId::try_from(ids.start).expect("a shard begins with the id of a server");
-        members.range(first..).map(|(id, _)| *id).take_while(move |id| ids.contains(&u64::from(id.get())))
+    pub fn members_in_shard<T>(self, members: &BTreeMap<ServerId, T>) -> impl Iterator<Item = ServerId> {
+        let id_range = self.id_range();
+        let first_id = ServerId::try_from(id_range.start).expect("a shard begins with the id of a server");
+        members.range(first_id..).map(|(id, _)| *id).take_while(move |id| id_range.contains(&u64::from(id.get())))
     }
 }
 
@@ -33,31 +33,35 @@ impl Shard {
 #[derive(Debug, Default)]
 pub struct InputFingerprints {
     service_fingerprint: Option<u64>,
-    shards: BTreeMap<Shard, u64>,
-    last: Option<Shard>,
+    fingerprints_by_shard: BTreeMap<Shard, u64>,
+    last_polled_shard: Option<Shard>,
 }
 
 impl InputFingerprints {
     /// Returns the shards to poll: the next one, or all shards if `all` is set or in the first call.
     pub fn next<T>(&mut self, members: &BTreeMap<ServerId, T>, all: bool) -> Vec<Shard> {
-        let from = |first: u64| {
-            let first = ServerId::try_from(first).ok()?;
-            members.range(first..).next().map(|(id, _)| Shard::of(*id))
+        let first_shard_from = |first: u64| {
+            let first_id = ServerId::try_from(first).ok()?;
+            members.range(first_id..).next().map(|(id, _)| Shard::of(*id))
         };
         if all || self.service_fingerprint.is_none() {
-            return std::iter::successors(from(0), |shard| from(shard.ids().end)).collect();
+            return std::iter::successors(first_shard_from(0), |shard| first_shard_from(shard.id_range().end))
+                .collect();
         }
-        self.last = self.last.and_then(|last| from(last.ids().end)).or_else(|| from(0));
-        self.last.into_iter().collect()
+        self.last_polled_shard = self
+            .last_polled_shard
+            .and_then(|last| first_shard_from(last.id_range().end))
+            .or_else(|| first_shard_from(0));
+        self.last_polled_shard.into_iter().collect()
     }
 
     /// Stores new fingerprints. Returns whether any differs from the previous one.
-    pub fn update(&mut self, service: u64, shards: &[(Shard, u64)]) -> bool {
-        let mut is_new = self.service_fingerprint.replace(service) != Some(service);
-        for (shard, found) in shards {
-            is_new |= self.shards.insert(*shard, *found) != Some(*found);
+    pub fn update(&mut self, service_fingerprint: u64, fingerprints_by_shard: &[(Shard, u64)]) -> bool {
+        let mut has_changed = self.service_fingerprint.replace(service_fingerprint) != Some(service_fingerprint);
+        for (shard, found) in fingerprints_by_shard {
+            has_changed |= self.fingerprints_by_shard.insert(*shard, *found) != Some(*found);
         }
-        is_new
+        has_changed
     }
 }
 
@@ -65,22 +69,28 @@ impl InputFingerprints {
 mod tests {
     use super::*;
 
-    fn members(ids: &[u64]) -> BTreeMap<ServerId, ()> {
+    fn members_with_ids(ids: &[u64]) -> BTreeMap<ServerId, ()> {
         ids.iter().map(|id| ((*id).try_into().unwrap(), ())).collect()
     }
 
     #[test]
-    fn first_poll_takes_all_shards_and_the_next_take_turns() {
-        let members = members(&[3, 2047, 9_000, 16_383]);
+    fn first_poll_returns_all_shards_and_later_polls_one_each() {
+        let members = members_with_ids(&[3, 2047, 9_000, 16_383]);
         let mut fingerprints = InputFingerprints::default();
-        let all = fingerprints.next(&members, false);
-        assert_eq!(all, [Shard(0), Shard(4), Shard(7)]);
-        let of = |shard: Shard| shard.members(&members).map(|id| id.get()).collect::<Vec<_>>();
-        assert_eq!([of(all[0]), of(all[1]), of(all[2])], [vec![3, 2047], vec![9_000], vec![16_383]]);
+        let first_poll = fingerprints.next(&members, false);
+        assert_eq!(first_poll, [Shard(0), Shard(4), Shard(7)]);
+        let of = |shard: Shard| shard.members_in_shard(&members).map(|id| id.get()).collect::<Vec<_>>();
+        assert_eq!(
+            [of(first_poll[0]), of(first_poll[1]), of(first_poll[2])],
+            [vec![3, 2047], vec![9_000], vec![16_383]]
+        );
         assert!(fingerprints.update(1, &[(Shard(0), 5), (Shard(4), 6), (Shard(7), 7)]));
-        let mut next = || fingerprints.next(&members, false);
-        assert_eq!([next(), next(), next(), next()], [[Shard(0)], [Shard(4)], [Shard(7)], [Shard(0)]]);
-        assert_eq!(fingerprints.next(&members, true), all);
+        let mut next_poll = || fingerprints.next(&members, false);
+        assert_eq!(
+            [next_poll(), next_poll(), next_poll(), next_poll()],
+            [[Shard(0)], [Shard(4)], [Shard(7)], [Shard(0)]]
+        );
+        assert_eq!(fingerprints.next(&members, true), first_poll);
         assert!(!fingerprints.update(1, &[(Shard(4), 6)]));
         assert!(fingerprints.update(1, &[(Shard(4), 8)]));
         assert!(fingerprints.update(2, &[(Shard(4), 8)]));
@@ -89,8 +99,8 @@ mod tests {
     #[test]
     fn service_without_servers_has_no_shard() {
         let mut fingerprints = InputFingerprints::default();
-        assert_eq!(fingerprints.next(&members(&[]), true), []);
+        assert_eq!(fingerprints.next(&members_with_ids(&[]), true), []);
         assert!(fingerprints.update(1, &[]));
-        assert_eq!(fingerprints.next(&members(&[]), false), []);
+        assert_eq!(fingerprints.next(&members_with_ids(&[]), false), []);
     }
 }

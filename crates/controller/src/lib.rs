@@ -121,21 +121,21 @@ pub struct NewTable {
 }
 
 pub struct ServiceIndexes {
-    positions: HashMap<ServiceIndex, usize>,
+    positions_by_index: HashMap<ServiceIndex, usize>,
     positions_by_server: HashMap<ServerId, Vec<usize>>,
     services: Vec<FleetService>,
 }
 
 impl ServiceIndexes {
     pub fn of(fleet: &Fleet) -> Self {
-        let positions = fleet.services.iter().enumerate().map(|(position, service)| (service.index, position));
+        let positions_by_index = fleet.services.iter().enumerate().map(|(position, service)| (service.index, position));
         let mut positions_by_server: HashMap<ServerId, Vec<usize>> = HashMap::new();
         for (position, service) in fleet.services.iter().enumerate() {
             for id in service.members.keys() {
                 positions_by_server.entry(*id).or_default().push(position);
             }
         }
-        Self { positions: positions.collect(), positions_by_server, services: fleet.services.clone() }
+        Self { positions_by_index: positions_by_index.collect(), positions_by_server, services: fleet.services.clone() }
     }
 }
 
@@ -155,12 +155,12 @@ pub struct Controller {
     pub load_balancers: LoadBalancers,
     health: HealthState,
     racks: Racks,
-    accepted_reports: u64,
+    accepted_report_count: u64,
     rejection_counts: BTreeMap<&'static str, u64>,
     /// Number of accepted reports that were sent ahead of this host's wall clock, by more than the tolerance.
-    pub reports_ahead: u64,
-    last_session: u64,
-    positions: HashMap<ServiceIndex, usize>,
+    pub reports_ahead_count: u64,
+    last_session_number: u64,
+    positions_by_index: HashMap<ServiceIndex, usize>,
     positions_by_server: HashMap<ServerId, Vec<usize>>,
     due_services: VecDeque<ServiceIndex>,
     pub table_acks: TableAcks,
@@ -176,11 +176,11 @@ impl Controller {
             load_balancers: LoadBalancers::default(),
             health: HealthState::default(),
             racks: Racks::default(),
-            accepted_reports: 0,
-            rejection_counts: Rejection::REASONS.into_iter().map(|reason| (reason, 0)).collect(),
-            reports_ahead: 0,
-            last_session: 0,
-            positions: HashMap::new(),
+            accepted_report_count: 0,
+            rejection_counts: Rejection::COUNTER_NAMES.into_iter().map(|reason| (reason, 0)).collect(),
+            reports_ahead_count: 0,
+            last_session_number: 0,
+            positions_by_index: HashMap::new(),
             positions_by_server: HashMap::new(),
             due_services: VecDeque::new(),
             table_acks: TableAcks::default(),
@@ -197,43 +197,43 @@ impl Controller {
 
     /// Puts a new configuration in force. Servers that are in both configurations keep their state.
     pub fn configure(&mut self, fleet: Fleet) {
-        let indexed = ServiceIndexes::of(&fleet);
-        drop(self.configure_indexed(fleet, indexed));
+        let indexed_services = ServiceIndexes::of(&fleet);
+        drop(self.configure_indexed(fleet, indexed_services));
     }
 
     /// Puts a configuration in force, with a computed index. Returns the previous one, which can be dropped later.
-    pub fn configure_indexed(&mut self, fleet: Fleet, indexed: ServiceIndexes) -> RetiredConfiguration {
+    pub fn configure_indexed(&mut self, fleet: Fleet, indexes: ServiceIndexes) -> RetiredConfiguration {
         self.agents.retain(&fleet);
         self.load_balancers.set_known_names(fleet.load_balancers.keys());
-        let old = std::mem::take(&mut self.services);
-        let mut by_index: HashMap<ServiceIndex, Service> =
-            old.into_iter().map(|service| (service.fleet().index, service)).collect();
-        let ServiceIndexes { positions, positions_by_server, services } = indexed;
-        let mut replaced = Vec::new();
+        let old_services = std::mem::take(&mut self.services);
+        let mut old_services_by_index: HashMap<ServiceIndex, Service> =
+            old_services.into_iter().map(|service| (service.fleet().index, service)).collect();
+        let ServiceIndexes { positions_by_index: positions, positions_by_server, services } = indexes;
+        let mut replaced_services = Vec::new();
         self.services = services
             .into_iter()
-            .map(|new| match by_index.remove(&new.index) {
+            .map(|new| match old_services_by_index.remove(&new.index) {
                 Some(service) if service.is_same_service(&new) => {
-                    let (service, before) = service.reconfigured(new);
-                    replaced.push(before);
+                    let (service, before) = service.with_configuration(new);
+                    replaced_services.push(before);
                     service
                 }
                 Some(other) => {
-                    by_index.insert(new.index, other);
+                    old_services_by_index.insert(new.index, other);
                     Service::new(new)
                 }
                 None => Service::new(new),
             })
             .collect();
-        let fleet = std::mem::replace(&mut self.fleet, fleet);
-        self.positions = positions;
-        let positions_by_server = std::mem::replace(&mut self.positions_by_server, positions_by_server);
+        let old_fleet = std::mem::replace(&mut self.fleet, fleet);
+        self.positions_by_index = positions;
+        let old_positions_by_server = std::mem::replace(&mut self.positions_by_server, positions_by_server);
         self.on_services_changed();
         RetiredConfiguration {
-            _fleet: fleet,
-            _services: by_index,
-            _positions_by_server: positions_by_server,
-            _replaced: replaced,
+            _fleet: old_fleet,
+            _services: old_services_by_index,
+            _positions_by_server: old_positions_by_server,
+            _replaced: replaced_services,
         }
     }
 
@@ -250,8 +250,8 @@ impl Controller {
         relay: Option<RackRelay>,
         now: Now,
     ) -> Result<Session, Rejection> {
-        let outcome = self.try_register(server, version, relay, now);
-        self.count(outcome)
+        let registration = self.try_register(server, version, relay, now);
+        self.count_rejection(registration)
     }
 
     fn try_register(
@@ -273,23 +273,23 @@ impl Controller {
                 return Err(Rejection::DuplicateSession { server: server.to_owned(), since_last_message });
             }
         }
-        self.last_session += 1;
+        self.last_session_number += 1;
         // The agent's first report sets its time to live. Until then it is three report intervals.
         let time_to_live = 3 * self.fleet.report_interval;
         let version = version.to_owned();
         if let Some(rack) = agent.session.as_ref().and_then(|replaced| replaced.rack.as_deref()) {
             self.racks.on_agent_replaced(rack);
         }
-        let rack = relay.as_ref().map(|relay| relay.name.clone());
+        let rack_name = relay.as_ref().map(|relay| relay.name.clone());
         agent.begin(LiveSession {
-            number: self.last_session,
+            number: self.last_session_number,
             last_message_at: now.monotonic,
             time_to_live,
             version,
-            rack,
+            rack: rack_name,
         });
         self.on_load_source_changed(id);
-        let session = Session { server: server.into(), number: self.last_session, relay };
+        let session = Session { server: server.into(), number: self.last_session_number, relay };
         if let Some(relay) = &session.relay {
             self.racks.begin_agent_session(relay, &session);
         }
@@ -299,11 +299,13 @@ impl Controller {
     /// Returns the configuration for the session's agent. Fails if the server has left the fleet, or the agent may no
     /// longer use its rack.
     pub fn agent_configuration(&self, session: &Session) -> Result<AgentConfiguration, Rejection> {
-        let unknown = || Rejection::UnknownServer(session.server().to_owned());
-        let id = self.fleet.server_id(session.server()).ok_or_else(unknown)?;
+        let unknown_server = || Rejection::UnknownServer(session.server().to_owned());
+        let id = self.fleet.server_id(session.server()).ok_or_else(unknown_server)?;
         self.check_relay(id, session.relay.as_ref())?;
-        let before = self.services.iter().filter_map(|service| service.predecessors(id));
-        Ok(self.fleet.agent_configuration(id, &before.flatten().copied().filter(|before| *before != id).collect()))
+        let predecessors = self.services.iter().filter_map(|service| service.predecessors(id));
+        Ok(self
+            .fleet
+            .agent_configuration(id, &predecessors.flatten().copied().filter(|before| *before != id).collect()))
     }
 
     /// Returns the configuration that all load balancers are sent.
@@ -312,23 +314,23 @@ impl Controller {
     }
 
     pub fn live_load_balancers(&self, now: Now) -> BTreeSet<String> {
-        let alive = self.load_balancers.iter().filter(|(_, balancer)| balancer.is_alive(now));
-        alive.map(|(name, _)| name.clone()).collect()
+        let live_balancers = self.load_balancers.iter().filter(|(_, balancer)| balancer.is_alive(now));
+        live_balancers.map(|(name, _)| name.clone()).collect()
     }
 
     /// Registers a load balancer and returns its session. Fails if a load balancer with this name is alive.
     pub fn register_load_balancer(&mut self, name: &str, now: Now) -> Result<u64, Rejection> {
         let is_allowed = self.fleet.allowed_load_balancers.as_ref().is_none_or(|allowed| allowed.contains(name));
-        let outcome = match is_allowed {
+        let registration = match is_allowed {
             true => self.load_balancers.register(name, now),
             false => Err(Rejection::UnknownLoadBalancer(name.to_owned())),
         };
-        self.count(outcome)
+        self.count_rejection(registration)
     }
 
     pub fn record_load_balancer_traffic(&mut self, session: u64, message: &TrafficMessage, now: Now) {
-        let newly = self.load_balancers.record_traffic(session, message, self.fleet.alpha, now);
-        self.share_limiter.add(&newly);
+        let opened_connections = self.load_balancers.record_traffic(session, message, self.fleet.load_ewma_alpha, now);
+        self.share_limiter.add(&opened_connections);
         self.on_traffic_changed(now);
     }
 
@@ -337,8 +339,8 @@ impl Controller {
     }
 
     pub fn record_table_in_force(&mut self, session: u64, service: ServiceIndex, generation: u64, now: Now) {
-        self.table_acks.confirm(session, service, generation, now);
-        if let Some(position) = self.positions.get(&service) {
+        self.table_acks.record_confirmation(session, service, generation, now);
+        if let Some(position) = self.positions_by_index.get(&service) {
             self.load_balancers.record_table_in_force(session, &self.services[*position].fleet().name, generation);
         }
     }
@@ -349,12 +351,12 @@ impl Controller {
 
     /// Returns the bucket histories that have changed since the last call, by service name, to be stored.
     pub fn changed_histories(&mut self) -> Vec<(String, BucketHistory)> {
-        self.services.iter_mut().filter_map(Service::changed_history).collect()
+        self.services.iter_mut().filter_map(Service::take_changed_history).collect()
     }
 
-    /// Returns a number that increases with every change of any agent's [`AgentConfiguration::previous_servers`].
-    pub fn predecessor_changes(&self) -> u64 {
-        self.services.iter().map(Service::predecessor_changes).sum()
+    /// Returns a number that increases with every change of any agent's [`AgentConfiguration::previous_server_count`].
+    pub fn predecessor_change_count(&self) -> u64 {
+        self.services.iter().map(Service::predecessor_change_count).sum()
     }
 
     /// Records an agent's report, or its parse error. A rejected report is counted and has no other effect.
@@ -364,36 +366,39 @@ impl Controller {
         report: Result<Report, ReportError>,
         now: Now,
     ) -> Result<(), Rejection> {
-        let outcome = self.try_report(session, report, now);
-        if outcome.is_ok() {
-            self.accepted_reports += 1;
+        let report_result = self.try_record_report(session, report, now);
+        if report_result.is_ok() {
+            self.accepted_report_count += 1;
         }
-        self.count(outcome)
+        self.count_rejection(report_result)
     }
 
-    fn try_report(
+    fn try_record_report(
         &mut self,
         session: &Session,
         mut report: Result<Report, ReportError>,
         now: Now,
     ) -> Result<(), Rejection> {
-        let server = session.server();
-        let agent = self.agents.find_mut(server).ok_or_else(|| Rejection::UnknownServer(server.to_owned()))?;
+        let server_name = session.server();
+        let agent = self
+            .agents
+            .find_by_name_mut(server_name)
+            .ok_or_else(|| Rejection::UnknownServer(server_name.to_owned()))?;
         if agent.session.as_ref().is_none_or(|live| live.number != session.number) {
-            return Err(Rejection::Superseded(server.to_owned()));
+            return Err(Rejection::Superseded(server_name.to_owned()));
         }
         if !agent.take_report_token(self.fleet.report_interval, now) {
-            return Err(Rejection::TooManyReports(server.to_owned()));
+            return Err(Rejection::TooManyReports(server_name.to_owned()));
         }
         if let Ok(Report { rss: Some(ReportedRss { rss: Some(rss), .. }), .. }) = &mut report {
             rss.key = self.rss_keys.intern(rss.key.clone());
         }
-        let sent = report.as_ref().ok().map(|report| report.sent_at);
-        agent.record_report(report, self.fleet.alpha, self.fleet.generation, now)?;
-        self.reports_ahead += u64::from(agent.clock_ahead.is_some());
-        if let Some(id) = self.fleet.server_id(server) {
-            agent.traffic_at_report = self.load_balancers.totals(id);
-            self.on_load_changed(id, TableTrigger { received_at: now.monotonic, is_load: true, sent_at: sent });
+        let sent_at = report.as_ref().ok().map(|report| report.sent_at);
+        agent.record_report(report, self.fleet.load_ewma_alpha, self.fleet.generation, now)?;
+        self.reports_ahead_count += u64::from(agent.clock_lead.is_some());
+        if let Some(id) = self.fleet.server_id(server_name) {
+            agent.traffic_at_report = self.load_balancers.traffic_totals(id);
+            self.on_load_changed(id, TableTrigger { received_at: now.monotonic, is_load_change: true, sent_at });
         }
         Ok(())
     }
@@ -403,31 +408,31 @@ impl Controller {
         if session.relay.is_some() {
             return Duration::ZERO;
         }
-        let interval = self.fleet.report_interval;
-        let agent = self.agents.find_mut(session.server());
-        agent.map_or(Duration::ZERO, |agent| agent.report_wait(interval, now))
+        let report_interval = self.fleet.report_interval;
+        let agent = self.agents.find_by_name_mut(session.server());
+        agent.map_or(Duration::ZERO, |agent| agent.time_until_next_report(report_interval, now))
     }
 
     /// Counts that reading of the session's stream has paused, because the agent exceeded its rate limit.
     pub fn count_delayed_message(&mut self, session: &Session) {
-        let _ = self.count::<()>(Err(Rejection::TooManyReports(session.server().to_owned())));
+        let _ = self.count_rejection::<()>(Err(Rejection::TooManyReports(session.server().to_owned())));
     }
 
     /// Counts an unsolicited message towards the rate limit of reports.
     pub fn count_unsolicited_message(&mut self, session: &Session, now: Now) {
-        let interval = self.fleet.report_interval;
-        if let Some(agent) = self.agents.find_mut(session.server()) {
-            agent.take_report_token(interval, now);
+        let report_interval = self.fleet.report_interval;
+        if let Some(agent) = self.agents.find_by_name_mut(session.server()) {
+            agent.take_report_token(report_interval, now);
         }
     }
 
-    fn count<T>(&mut self, outcome: Result<T, Rejection>) -> Result<T, Rejection> {
+    fn count_rejection<T>(&mut self, outcome: Result<T, Rejection>) -> Result<T, Rejection> {
         outcome.inspect_err(|refused| *self.rejection_counts.entry(refused.reason()).or_default() += 1)
     }
 
     /// Ends the session. The loads of its server remain valid until the last report expires.
     pub fn disconnect(&mut self, session: &Session) {
-        if let Some(agent) = self.agents.find_mut(session.server())
+        if let Some(agent) = self.agents.find_by_name_mut(session.server())
             && agent.session.as_ref().is_some_and(|live| live.number == session.number)
         {
             agent.session = None;
@@ -442,21 +447,22 @@ impl Controller {
 
     /// Returns whether the loads of all servers that take new connections are known.
     pub fn are_all_loads_known(&self, now: Now) -> bool {
-        let relayed = self.racks.servers(now);
-        let known =
-            |id: ServerId| relayed.contains(&id) || self.agent(id).is_some_and(|agent| agent.loads(now).is_some());
-        let eligible = |service: &FleetService, id: ServerId| self.fleet.is_eligible(service, id);
+        let relayed_servers = self.racks.servers(now);
+        let is_load_known = |id: ServerId| {
+            relayed_servers.contains(&id) || self.agent(id).is_some_and(|agent| agent.loads(now).is_some())
+        };
+        let is_eligible = |service: &FleetService, id: ServerId| self.fleet.is_eligible(service, id);
         self.services
             .iter()
             .map(Service::fleet)
-            .all(|service| service.members.keys().all(|id| !eligible(service, *id) || known(*id)))
+            .all(|service| service.members.keys().all(|id| !is_eligible(service, *id) || is_load_known(*id)))
     }
 
     /// Returns whether all expected load balancers have reported results of health checks, if there are any checks. A
     /// server that was down under the previous leader thus remains down.
-    pub fn all_have_checked(&self, now: Now) -> bool {
-        let checks = self.fleet.services.iter().any(|service| service.check.is_some());
-        !checks || self.load_balancers.all_have_checked(now)
+    pub fn has_all_check_results(&self, now: Now) -> bool {
+        let has_checks = self.fleet.services.iter().any(|service| service.check.is_some());
+        !has_checks || self.load_balancers.have_all_checked(now)
     }
 
     /// Computes the tables of all services at the end of a report interval. Resets counts of assigned connections.
@@ -468,28 +474,28 @@ impl Controller {
         for position in 0..self.services.len() {
             self.begin_interval(position);
             self.services[position].mark_all_loads_changed();
-            self.services[position].forget_servers();
+            self.services[position].drop_cached_pool();
         }
         (0..self.services.len()).map(|position| self.make_table(position, now)).collect()
     }
 
     fn update_health(&mut self, now: Now) {
-        let mut health = std::mem::take(&mut self.health);
-        health.update(&self.fleet, &self.load_balancers, now, |id| {
+        let mut health_state = std::mem::take(&mut self.health);
+        health_state.update(&self.fleet, &self.load_balancers, now, |id| {
             self.agent(id).is_some_and(|agent| agent.is_fresh(now))
         });
-        self.health = health;
+        self.health = health_state;
     }
 
     fn begin_interval(&mut self, position: usize) {
-        let opened = self.load_balancers.newly_opened(self.services[position].fleet().index);
-        self.services[position].begin_interval(opened);
+        let opened_connections = self.load_balancers.take_newly_opened(self.services[position].fleet().index);
+        self.services[position].begin_interval(opened_connections);
     }
 
     /// Returns the arrival times of the servers' newest reports, if later than `since` (monotonic clock).
-    pub fn received_after(&self, since: Duration) -> impl Iterator<Item = Duration> {
-        let newest = self.agents.iter().filter_map(|agent| agent.newest_report.as_ref());
-        newest.map(|newest| newest.received_at).filter(move |received| *received > since)
+    pub fn report_times_after(&self, since: Duration) -> impl Iterator<Item = Duration> {
+        let newest_reports = self.agents.iter().filter_map(|agent| agent.newest_report.as_ref());
+        newest_reports.map(|newest| newest.received_at).filter(move |received| *received > since)
     }
 
     fn agent(&self, id: ServerId) -> Option<&Agent> {
@@ -497,6 +503,6 @@ impl Controller {
     }
 }
 
-fn policy_of(service: &FleetService) -> Box<dyn policy::Policy> {
-    policy::policy_by_name(service.policy, service.seed).expect("the configuration takes only policies that exist")
+fn create_policy(service: &FleetService) -> Box<dyn policy::Policy> {
+    policy::policy_by_name(service.policy, service.hash_seed).expect("the configuration takes only policies that exist")
 }

@@ -6,10 +6,10 @@ use std::time::Duration;
 use coreward_api::types::StampedService;
 use coreward_model::ServerId;
 use coreward_model::health::HealthVerdict;
-use coreward_model::load::Alpha;
+use coreward_model::load::SmoothingWeight;
 use coreward_model::policy::TrafficRates;
 use coreward_wire::sanitize::{sanitize_state, sanitize_str};
-use coreward_wire::{CheckedServer, HealthMessage, LOAD_BALANCER_TIMEOUT, ServiceIndex, TrafficMessage, v1};
+use coreward_wire::{HealthMessage, LOAD_BALANCER_TIMEOUT, ServerCheckResult, ServiceIndex, TrafficMessage, v1};
 
 use super::Now;
 use super::rejection::{MAX_LOAD_BALANCERS, REGISTRATION_QUOTA, Rejection};
@@ -31,7 +31,7 @@ pub const START_GRACE: Duration = Duration::from_secs(5);
 #[derive(Debug, Default)]
 pub struct LoadBalancers {
     by_name: BTreeMap<String, LoadBalancer>,
-    last_session: u64,
+    last_session_number: u64,
 }
 
 #[derive(Debug, Default)]
@@ -39,7 +39,7 @@ pub struct LoadBalancer {
     /// Session of the load balancer while it is connected.
     session: Option<LiveSession>,
     /// Time at which the newest session ended, since the controller's start.
-    ended_at: Duration,
+    session_ended_at: Duration,
     /// Last state that the load balancer reported, and the time of its arrival, since the controller's start.
     pub state: Option<(v1::LoadBalancerState, Duration)>,
     /// Generation of the newest configuration that the load balancer has confirmed. Its data plane keeps the state
@@ -53,7 +53,7 @@ pub struct LoadBalancer {
     unresolved_since: HashMap<String, Duration>,
     traffic: Traffic,
     /// Results of the load balancer's health checks.
-    health: ReportedHealth,
+    reported_health: ReportedHealth,
     registration_bucket: Option<TokenBucket>,
 }
 
@@ -68,7 +68,7 @@ struct NewerConfiguration {
 /// Results of one load balancer's health checks.
 #[derive(Debug, Default)]
 struct ReportedHealth {
-    check_results: BTreeMap<HealthTarget, CheckedServer>,
+    check_results: BTreeMap<HealthTarget, ServerCheckResult>,
     verdicts: BTreeMap<HealthTarget, HealthVerdict>,
     /// Time at which the last message about health arrived, since the controller's start.
     received_at: Duration,
@@ -86,9 +86,9 @@ struct LiveSession {
 impl LoadBalancers {
     /// Adds load balancers with these names, and removes others that are not connected.
     pub fn set_known_names<'a>(&mut self, names: impl Iterator<Item = &'a String>) {
-        let names: BTreeSet<&String> = names.collect();
-        self.by_name.retain(|name, balancer| names.contains(name) || balancer.session.is_some());
-        for name in names {
+        let known_names: BTreeSet<&String> = names.collect();
+        self.by_name.retain(|name, balancer| known_names.contains(name) || balancer.session.is_some());
+        for name in known_names {
             self.by_name.entry(name.clone()).or_default();
         }
     }
@@ -112,12 +112,12 @@ impl LoadBalancers {
                 return Err(Rejection::DuplicateLoadBalancer { name: name.to_owned(), since_last_message });
             }
         }
-        self.last_session += 1;
-        balancer.session = Some(LiveSession { number: self.last_session, last_message_at: now.monotonic });
+        self.last_session_number += 1;
+        balancer.session = Some(LiveSession { number: self.last_session_number, last_message_at: now.monotonic });
         balancer.state = None;
         balancer.unresolved_since.clear();
-        balancer.health.take(HealthMessage::default(), now);
-        Ok(self.last_session)
+        balancer.reported_health.record_results(HealthMessage::default(), now);
+        Ok(self.last_session_number)
     }
 
     /// Records the configuration that the load balancer had in force when its session began. Returns its name if the
@@ -132,87 +132,97 @@ impl LoadBalancers {
 
     /// Returns the name and the generation of each load balancer whose configuration is newer than the store's.
     /// `document_generation`: that of the stored document; a load balancer is listed until a later document is applied.
-    pub fn newer_configurations(&self, document: u64) -> impl Iterator<Item = (&str, u64)> {
+    pub fn newer_configurations(&self, document_generation: u64) -> impl Iterator<Item = (&str, u64)> {
         self.by_name.iter().filter_map(move |(name, balancer)| {
-            let ahead = balancer.newer_configuration.filter(|ahead| ahead.document_generation == document)?;
-            Some((name.as_str(), ahead.generation))
+            let newer_configuration =
+                balancer.newer_configuration.filter(|ahead| ahead.document_generation == document_generation)?;
+            Some((name.as_str(), newer_configuration.generation))
         })
     }
 
-    fn record_message(&mut self, session: u64, now: Now) -> Option<&mut LoadBalancer> {
-        let of_session = |balancer: &&mut LoadBalancer| balancer.has_session(session);
-        let balancer = self.by_name.values_mut().find(of_session)?;
+    fn record_message_time(&mut self, session: u64, now: Now) -> Option<&mut LoadBalancer> {
+        let has_this_session = |balancer: &&mut LoadBalancer| balancer.has_session(session);
+        let balancer = self.by_name.values_mut().find(has_this_session)?;
         balancer.session.as_mut()?.last_message_at = now.monotonic;
         Some(balancer)
     }
 
     /// Records the load balancer's state. `newest_generation`: generation of the configuration in force, the highest
     /// one that a load balancer can confirm.
-    pub fn record_state(&mut self, session: u64, state: v1::LoadBalancerState, newest: u64, now: Now) {
-        if let Some(balancer) = self.record_message(session, now) {
-            let state = sanitize_state(state);
-            let since = |server: &String| balancer.unresolved_since.get(server).copied().unwrap_or(now.monotonic);
-            balancer.unresolved_since =
-                state.unresolved_servers.iter().map(|server| (server.clone(), since(server))).collect();
-            if (balancer.confirmed_generation + 1..=newest).contains(&state.configuration_generation) {
+    pub fn record_state(&mut self, session: u64, state: v1::LoadBalancerState, newest_generation: u64, now: Now) {
+        if let Some(balancer) = self.record_message_time(session, now) {
+            let sanitized_state = sanitize_state(state);
+            let unresolved_since =
+                |server: &String| balancer.unresolved_since.get(server).copied().unwrap_or(now.monotonic);
+            balancer.unresolved_since = sanitized_state
+                .unresolved_servers
+                .iter()
+                .map(|server| (server.clone(), unresolved_since(server)))
+                .collect();
+            if (balancer.confirmed_generation + 1..=newest_generation)
+                .contains(&sanitized_state.configuration_generation)
+            {
                 (balancer.confirmed_generation, balancer.confirmed_at) =
-                    (state.configuration_generation, now.monotonic);
+                    (sanitized_state.configuration_generation, now.monotonic);
             }
-            balancer.state = Some((state, now.monotonic));
+            balancer.state = Some((sanitized_state, now.monotonic));
         }
     }
 
     /// Records that a load balancer has had a table in force since its last reported state.
     pub fn record_table_in_force(&mut self, session: u64, service: &str, generation: u64) {
         let balancer = self.by_name.values_mut().find(|balancer| balancer.has_session(session));
-        let tables =
+        let tables_in_force =
             balancer.and_then(|balancer| balancer.state.as_mut()).map(|(state, _)| &mut state.table_generations);
-        if let Some(tables) = tables {
+        if let Some(tables) = tables_in_force {
             tables.insert(service.to_owned(), generation);
         }
     }
 
     pub fn record_health(&mut self, session: u64, message: HealthMessage, now: Now) {
-        if let Some(balancer) = self.record_message(session, now) {
-            balancer.health.take(message, now);
-            balancer.health.has_reported = true;
+        if let Some(balancer) = self.record_message_time(session, now) {
+            balancer.reported_health.record_results(message, now);
+            balancer.reported_health.has_reported = true;
         }
     }
 
     /// Returns whether all live load balancers have reported results of health checks to this leader.
-    pub fn all_have_checked(&self, now: Now) -> bool {
-        self.alive(now).all(|(_, balancer)| balancer.health.has_reported)
+    pub fn have_all_checked(&self, now: Now) -> bool {
+        self.live_load_balancers(now).all(|(_, balancer)| balancer.reported_health.has_reported)
     }
 
     /// Returns the name of each live load balancer, and the version of its verdicts, which changes with them.
     pub fn verdict_versions(&self, now: Now) -> Vec<(String, u64)> {
-        self.alive(now).map(|(name, balancer)| (name.clone(), balancer.health.verdict_version)).collect()
+        self.live_load_balancers(now)
+            .map(|(name, balancer)| (name.clone(), balancer.reported_health.verdict_version))
+            .collect()
     }
 
-    pub fn verdicts(&self, now: Now) -> Vec<&BTreeMap<HealthTarget, HealthVerdict>> {
-        self.alive(now).map(|(_, balancer)| &balancer.health.verdicts).collect()
+    pub fn live_verdicts(&self, now: Now) -> Vec<&BTreeMap<HealthTarget, HealthVerdict>> {
+        self.live_load_balancers(now).map(|(_, balancer)| &balancer.reported_health.verdicts).collect()
     }
 
     /// Returns the results of all live load balancers' checks of one server: name, result, and age.
-    pub fn check_results(&self, target: HealthTarget, now: Now) -> Vec<(&str, &CheckedServer, Duration)> {
-        let mut printed = Vec::new();
-        for (name, LoadBalancer { health, .. }) in self.alive(now) {
-            let age = now.monotonic.saturating_sub(health.received_at);
-            printed.extend(health.check_results.get(&target).map(|checked| (name.as_str(), checked, age)));
+    pub fn check_results(&self, target: HealthTarget, now: Now) -> Vec<(&str, &ServerCheckResult, Duration)> {
+        let mut check_results = Vec::new();
+        for (name, LoadBalancer { reported_health: health, .. }) in self.live_load_balancers(now) {
+            let result_age = now.monotonic.saturating_sub(health.received_at);
+            check_results.extend(health.check_results.get(&target).map(|checked| (name.as_str(), checked, result_age)));
         }
-        printed
+        check_results
     }
 
     /// Returns the time since which all live load balancers have had this or a newer configuration in force, since the
     /// controller's start. The error lists those that have not confirmed it; it is empty if no load balancer is live.
     pub fn confirmed_since(&self, generation: u64, now: Now) -> Result<Duration, Vec<&str>> {
-        let lacking = self.alive(now).filter(|(_, balancer)| balancer.confirmed_generation < generation);
-        let lacking: Vec<&str> = lacking.map(|(name, _)| name.as_str()).collect();
-        let since = self.alive(now).map(|(_, balancer)| balancer.confirmed_at).max();
-        since.filter(|_| lacking.is_empty()).ok_or(lacking)
+        let unconfirmed_balancers =
+            self.live_load_balancers(now).filter(|(_, balancer)| balancer.confirmed_generation < generation);
+        let unconfirmed_names: Vec<&str> = unconfirmed_balancers.map(|(name, _)| name.as_str()).collect();
+        let last_confirmed_at = self.live_load_balancers(now).map(|(_, balancer)| balancer.confirmed_at).max();
+        last_confirmed_at.filter(|_| unconfirmed_names.is_empty()).ok_or(unconfirmed_names)
     }
 
-    fn alive(&self, now: Now) -> impl Iterator<Item = (&String, &LoadBalancer)> {
+    fn live_load_balancers(&self, now: Now) -> impl Iterator<Item = (&String, &LoadBalancer)> {
         self.by_name.iter().filter(move |(_, balancer)| balancer.is_alive(now))
     }
 
@@ -222,38 +232,43 @@ impl LoadBalancers {
         &mut self,
         session: u64,
         message: &TrafficMessage,
-        alpha: Alpha,
+        alpha: SmoothingWeight,
         now: Now,
     ) -> OpenedConnections {
-        let Some(balancer) = self.record_message(session, now) else { return OpenedConnections::default() };
-        let newly = balancer.traffic.opened_connections(message);
+        let Some(balancer) = self.record_message_time(session, now) else { return OpenedConnections::default() };
+        let opened_connections = balancer.traffic.opened_connections(message);
         balancer.traffic.record_totals(message, alpha, now);
-        newly
+        opened_connections
     }
 
-    pub fn totals(&self, server: ServerId) -> TrafficTotals {
-        let of = |(name, balancer): (&String, &LoadBalancer)| Some((name.clone(), balancer.traffic.total(server)?));
+    pub fn traffic_totals(&self, server: ServerId) -> TrafficTotals {
+        let of =
+            |(name, balancer): (&String, &LoadBalancer)| Some((name.clone(), balancer.traffic.server_total(server)?));
         TrafficTotals(self.by_name.iter().filter_map(of).collect())
     }
 
     /// Returns the sum of all load balancers' rates of traffic to the server; `None`: fewer than two messages.
-    pub fn rates(&self, server: ServerId) -> Option<TrafficRates> {
-        let rates = self.by_name.values().filter_map(|balancer| balancer.traffic.rates(server));
-        rates.reduce(|a, b| TrafficRates { packets: a.packets + b.packets, bytes: a.bytes + b.bytes })
+    pub fn traffic_rates(&self, server: ServerId) -> Option<TrafficRates> {
+        let balancer_rates = self.by_name.values().filter_map(|balancer| balancer.traffic.server_rates(server));
+        balancer_rates.reduce(|a, b| TrafficRates {
+            packets_per_second: a.packets_per_second + b.packets_per_second,
+            bytes: a.bytes + b.bytes,
+        })
     }
 
     /// Returns the number of connections opened for the service since the last call; `None`: fewer than two messages.
-    pub fn newly_opened(&mut self, service: ServiceIndex) -> Option<u64> {
-        let opened = self.by_name.values_mut().filter_map(|balancer| balancer.traffic.newly_opened(service));
-        opened.reduce(u64::saturating_add)
+    pub fn take_newly_opened(&mut self, service: ServiceIndex) -> Option<u64> {
+        let opened_per_balancer =
+            self.by_name.values_mut().filter_map(|balancer| balancer.traffic.take_newly_opened(service));
+        opened_per_balancer.reduce(u64::saturating_add)
     }
 
     /// Returns the sums of all load balancers' packet counts, by cookie and by flow table, for an LB-stamped service.
     pub fn stamped_packets(&self, service: &str) -> StampedService {
-        let states = self.by_name.values().filter_map(|balancer| balancer.state.as_ref());
-        let stamped = states.flat_map(|(state, _)| &state.stamped_services);
-        let sum = StampedService { service: service.to_owned(), by_cookie: 0, by_flow_table: 0 };
-        stamped.filter(|stamped| stamped.service == service).fold(sum, |sum, stamped| StampedService {
+        let reported_states = self.by_name.values().filter_map(|balancer| balancer.state.as_ref());
+        let stamped_services = reported_states.flat_map(|(state, _)| &state.stamped_services);
+        let zero_counts = StampedService { service: service.to_owned(), by_cookie: 0, by_flow_table: 0 };
+        stamped_services.filter(|stamped| stamped.service == service).fold(zero_counts, |sum, stamped| StampedService {
             by_cookie: sum.by_cookie.saturating_add(stamped.by_cookie),
             by_flow_table: sum.by_flow_table.saturating_add(stamped.by_flow_table),
             ..sum
@@ -263,12 +278,12 @@ impl LoadBalancers {
     /// Ends a session. Returns whether the load balancer is disconnected: it has no newer session.
     pub fn disconnect(&mut self, session: u64, now: Now) -> bool {
         let balancer = self.by_name.values_mut().find(|balancer| balancer.has_session(session));
-        let ended = balancer.map(|balancer| {
+        let has_ended = balancer.map(|balancer| {
             balancer.session = None;
-            balancer.ended_at = now.monotonic;
-            balancer.traffic.stop();
+            balancer.session_ended_at = now.monotonic;
+            balancer.traffic.clear_rates();
         });
-        ended.is_some()
+        has_ended.is_some()
     }
 
     pub fn is_connected(&self, name: &str) -> bool {
@@ -282,20 +297,21 @@ impl LoadBalancers {
 
     /// Returns whether no load balancer has been able to reach the server for [`UNREACHABLE_AFTER`].
     pub fn is_unreachable(&self, server: &str, now: Now) -> bool {
-        let for_long = |balancer: &LoadBalancer| {
-            let since = balancer.unresolved_since.get(server);
-            since.is_some_and(|since| now.monotonic.saturating_sub(*since) >= UNREACHABLE_AFTER)
+        let is_long_unresolved = |balancer: &LoadBalancer| {
+            let unresolved_since = balancer.unresolved_since.get(server);
+            unresolved_since.is_some_and(|since| now.monotonic.saturating_sub(*since) >= UNREACHABLE_AFTER)
         };
-        let mut reporting = self.connected().filter(|(_, balancer)| balancer.state.is_some()).peekable();
-        reporting.peek().is_some() && reporting.all(|(_, balancer)| for_long(balancer))
+        let mut reporting_balancers =
+            self.connected_load_balancers().filter(|(_, balancer)| balancer.state.is_some()).peekable();
+        reporting_balancers.peek().is_some() && reporting_balancers.all(|(_, balancer)| is_long_unresolved(balancer))
     }
 
     /// Returns the number of connected load balancers, which share the new connections.
     pub fn count(&self) -> usize {
-        self.connected().count()
+        self.connected_load_balancers().count()
     }
 
-    fn connected(&self) -> impl Iterator<Item = (&String, &LoadBalancer)> {
+    fn connected_load_balancers(&self) -> impl Iterator<Item = (&String, &LoadBalancer)> {
         self.by_name.iter().filter(|(_, balancer)| balancer.is_connected())
     }
 
@@ -305,19 +321,19 @@ impl LoadBalancers {
 }
 
 impl ReportedHealth {
-    fn take(&mut self, message: HealthMessage, now: Now) {
-        let checked: BTreeMap<HealthTarget, CheckedServer> =
+    fn record_results(&mut self, message: HealthMessage, now: Now) {
+        let check_results: BTreeMap<HealthTarget, ServerCheckResult> =
             message.servers.into_iter().map(|(service, server, checked)| ((service, server), checked)).collect();
-        let judged = checked.iter().filter_map(|(target, checked)| Some((*target, checked.verdict?)));
-        let verdicts: BTreeMap<HealthTarget, HealthVerdict> = judged.collect();
+        let verdicts_by_target = check_results.iter().filter_map(|(target, checked)| Some((*target, checked.verdict?)));
+        let verdicts: BTreeMap<HealthTarget, HealthVerdict> = verdicts_by_target.collect();
         self.verdict_version += u64::from(verdicts != self.verdicts);
-        (self.check_results, self.verdicts, self.received_at) = (checked, verdicts, now.monotonic);
+        (self.check_results, self.verdicts, self.received_at) = (check_results, verdicts, now.monotonic);
     }
 }
 
 impl LoadBalancer {
-    fn has_session(&self, number: u64) -> bool {
-        self.session.as_ref().is_some_and(|live| live.number == number)
+    fn has_session(&self, session_number: u64) -> bool {
+        self.session.as_ref().is_some_and(|live| live.number == session_number)
     }
 
     pub fn is_connected(&self) -> bool {
@@ -327,7 +343,7 @@ impl LoadBalancer {
     /// Returns whether the load balancer sent a message recently. After a power failure its stream stays open until the
     /// keep-alive fails, and clients cannot wait so long.
     pub fn is_alive(&self, now: Now) -> bool {
-        let last = self.session.as_ref().map_or(self.ended_at, |live| live.last_message_at);
-        now.monotonic < START_GRACE.max(last + LOAD_BALANCER_TIMEOUT)
+        let last_message_at = self.session.as_ref().map_or(self.session_ended_at, |live| live.last_message_at);
+        now.monotonic < START_GRACE.max(last_message_at + LOAD_BALANCER_TIMEOUT)
     }
 }

@@ -8,7 +8,7 @@ use std::hash::{BuildHasher as _, Hash as _, Hasher as _};
 
 use coreward_model::ServerId;
 use coreward_model::health::WhenAllDown;
-use coreward_model::policy::{Capacity, RackSummary};
+use coreward_model::policy::{RackSummary, ServerCapacity};
 use coreward_wire::ServiceIndex;
 
 use super::agent::Agent;
@@ -24,9 +24,9 @@ const MEMBERS_PER_POLL: usize = 512;
 /// Position at which [`Controller::poll_inputs_from`] continues. The default is the first service.
 #[derive(Debug, Default)]
 pub struct InputCursor {
-    position: usize,
+    service_position: usize,
     /// Shards of this service that are still to be polled.
-    shards: VecDeque<Shard>,
+    remaining_shards: VecDeque<Shard>,
 }
 
 #[derive(Debug, Clone)]
@@ -39,7 +39,7 @@ pub struct DueTable {
 impl Controller {
     pub(super) fn on_services_changed(&mut self) {
         self.racks.changes += 1;
-        let (positions, services) = (&self.positions, &self.services);
+        let (positions, services) = (&self.positions_by_index, &self.services);
         self.due_services
             .retain(|index| positions.get(index).is_some_and(|position| services[*position].due_trigger.is_some()));
         self.table_acks.retain(|index| positions.contains_key(&index));
@@ -60,23 +60,23 @@ impl Controller {
     /// Marks a server as changed, because its agent has connected or disconnected.
     pub(super) fn on_load_source_changed(&mut self, id: ServerId) {
         for position in self.positions_by_server.get(&id).into_iter().flatten() {
-            self.services[*position].forget_servers();
+            self.services[*position].drop_cached_pool();
         }
     }
 
     pub(super) fn on_relayed_loads(&mut self, service: ServiceIndex, summary: &RackSummary, now: Now) {
-        let Some(position) = self.positions.get(&service) else { return };
+        let Some(position) = self.positions_by_index.get(&service) else { return };
         let service = &mut self.services[*position];
         if !service.reads_loads() {
             return;
         }
-        summary.servers.iter().for_each(|server| service.on_relayed_load(server.id));
-        let trigger = TableTrigger { received_at: now.monotonic, is_load: true, sent_at: None };
+        summary.servers.iter().for_each(|server| service.mark_relayed_load_changed(server.id));
+        let trigger = TableTrigger { received_at: now.monotonic, is_load_change: true, sent_at: None };
         queue_table(&mut self.due_services, service, trigger, self.fleet.table_updates);
     }
 
     pub(super) fn on_traffic_changed(&mut self, now: Now) {
-        let trigger = TableTrigger { received_at: now.monotonic, is_load: false, sent_at: None };
+        let trigger = TableTrigger { received_at: now.monotonic, is_load_change: false, sent_at: None };
         for service in self.services.iter_mut().filter(|service| service.reads_traffic()) {
             service.mark_all_loads_changed();
             queue_table(&mut self.due_services, service, trigger, self.fleet.table_updates);
@@ -86,43 +86,43 @@ impl Controller {
     /// Polls the inputs of tables that change with time: once per report interval, and after a change of configuration
     /// or check results. `interval_ended`: whether a report interval has ended.
     pub fn poll_inputs(&mut self, now: Now, interval_ended: bool) {
-        let mut next = Some(InputCursor::default());
-        while let Some(from) = next {
-            next = self.poll_inputs_from(from, now, interval_ended);
+        let mut next_cursor = Some(InputCursor::default());
+        while let Some(from) = next_cursor {
+            next_cursor = self.poll_inputs_from(from, now, interval_ended);
         }
     }
 
     /// Polls the next [`MEMBERS_PER_POLL`] servers. Returns the position at which to continue; `None`: all are polled.
-    pub fn poll_inputs_from(&mut self, from: InputCursor, now: Now, interval_ended: bool) -> Option<InputCursor> {
-        let InputCursor { mut position, mut shards } = from;
+    pub fn poll_inputs_from(&mut self, cursor: InputCursor, now: Now, interval_ended: bool) -> Option<InputCursor> {
+        let InputCursor { service_position: mut position, remaining_shards: mut shards } = cursor;
         if position == 0 && shards.is_empty() {
             self.update_health(now);
             self.update_share_limiter(now);
         }
         // Each service counts as one more server, because thousands of services may have no servers.
-        let mut read = 0;
-        while position < self.services.len() && read < MEMBERS_PER_POLL {
+        let mut polled_count = 0;
+        while position < self.services.len() && polled_count < MEMBERS_PER_POLL {
             if shards.is_empty() {
                 shards = self.due_shards(position, now, interval_ended);
             }
-            while read < MEMBERS_PER_POLL
+            while polled_count < MEMBERS_PER_POLL
                 && let Some(shard) = shards.pop_front()
             {
-                read += shard.members(&self.services[position].fleet().members).count();
+                polled_count += shard.members_in_shard(&self.services[position].fleet().members).count();
                 self.poll_shard(position, Some(shard), now);
             }
             if shards.is_empty() {
-                (position, read) = (position + 1, read + 1);
+                (position, polled_count) = (position + 1, polled_count + 1);
             }
         }
-        (position < self.services.len()).then_some(InputCursor { position, shards })
+        (position < self.services.len()).then_some(InputCursor { service_position: position, remaining_shards: shards })
     }
 
     /// Returns the shards of the service at this position that are to be polled.
     fn due_shards(&mut self, position: usize, now: Now, interval_ended: bool) -> VecDeque<Shard> {
         if interval_ended {
             self.begin_interval(position);
-            self.renew_unreported(position, now);
+            self.restart_counts_of_silent_servers(position, now);
         }
         let shards = self.services[position].next_shards(!interval_ended);
         if shards.is_empty() {
@@ -133,61 +133,61 @@ impl Controller {
 
     /// Polls a shard of the service's servers; `None`: the service has no servers, only its own inputs are polled.
     fn poll_shard(&mut self, position: usize, shard: Option<Shard>, now: Now) {
-        let found = shard.map(|shard| (shard, self.server_inputs_fingerprint(position, shard, now)));
-        let inputs = self.inputs_fingerprint(position, now);
+        let shard_fingerprint = shard.map(|shard| (shard, self.server_inputs_fingerprint(position, shard, now)));
+        let service_fingerprint = self.inputs_fingerprint(position, now);
         let service = &mut self.services[position];
-        if !service.update_fingerprints(inputs, found.as_slice()) {
+        if !service.update_fingerprints(service_fingerprint, shard_fingerprint.as_slice()) {
             return;
         }
-        service.forget_servers();
+        service.drop_cached_pool();
         self.racks.changes += 1;
-        let trigger = TableTrigger { received_at: now.monotonic, is_load: false, sent_at: None };
+        let trigger = TableTrigger { received_at: now.monotonic, is_load_change: false, sent_at: None };
         queue_table(&mut self.due_services, service, trigger, self.fleet.table_updates);
     }
 
     /// Restarts the counts of assigned connections of servers that do not report, at the end of the interval: no report
     /// of their load will do so.
-    fn renew_unreported(&mut self, position: usize, now: Now) {
-        let relayed = self.racks.relayed(self.services[position].fleet().index, now);
-        let members = self.services[position].fleet().members.keys().copied();
-        let silent = |id: &ServerId| {
-            let is_relayed = relayed.get(usize::from(id.get())).copied().unwrap_or(false);
+    fn restart_counts_of_silent_servers(&mut self, position: usize, now: Now) {
+        let is_relayed_by_id = self.racks.is_relayed_by_id(self.services[position].fleet().index, now);
+        let member_ids = self.services[position].fleet().members.keys().copied();
+        let is_silent = |id: &ServerId| {
+            let is_relayed = is_relayed_by_id.get(usize::from(id.get())).copied().unwrap_or(false);
             !is_relayed && self.agent(*id).and_then(|agent| direct_loads(agent, now)).is_none()
         };
-        let silent: Vec<ServerId> = members.filter(silent).collect();
-        silent.into_iter().for_each(|id| self.services[position].mark_load_changed(id));
+        let silent_servers: Vec<ServerId> = member_ids.filter(is_silent).collect();
+        silent_servers.into_iter().for_each(|id| self.services[position].mark_load_changed(id));
     }
 
     /// Returns a hash of the service's inputs, except loads, counts, and the inputs of its servers.
     fn inputs_fingerprint(&self, position: usize, now: Now) -> u64 {
         let service = &self.services[position];
-        let fleet = service.fleet();
+        let fleet_service = service.fleet();
         let mut hasher = foldhash::fast::FixedState::default().build_hasher();
-        (fleet.buckets.get(), fleet.policy, fleet.seed).hash(&mut hasher);
+        (fleet_service.buckets.get(), fleet_service.policy, fleet_service.hash_seed).hash(&mut hasher);
         for (name, balancer) in self.load_balancers.iter() {
             (name, balancer.is_connected()).hash(&mut hasher);
         }
-        (fleet.when_all_down == WhenAllDown::FailOpen).hash(&mut hasher);
-        self.racks.summaries(fleet.index, now).count().hash(&mut hasher);
-        fleet.members.len().hash(&mut hasher);
+        (fleet_service.when_all_down == WhenAllDown::FailOpen).hash(&mut hasher);
+        self.racks.summaries(fleet_service.index, now).count().hash(&mut hasher);
+        fleet_service.members.len().hash(&mut hasher);
         hasher.finish()
     }
 
     fn server_inputs_fingerprint(&self, position: usize, shard: Shard, now: Now) -> u64 {
         let service = &self.services[position];
-        let fleet = service.fleet();
+        let fleet_service = service.fleet();
         let mut hasher = foldhash::fast::FixedState::default().build_hasher();
-        for id in shard.members(&fleet.members) {
+        for id in shard.members_in_shard(&fleet_service.members) {
             let (agent, server) = (self.agent(id), &self.fleet.servers[&id]);
             // Loads from an agent behind a rack are for display.
-            let reports = agent.filter(|agent| !agent.is_behind_rack());
-            let cores = reports.and_then(Agent::core_count);
-            let fresh = service.reads_loads() && reports.is_some_and(|agent| agent.is_fresh(now));
-            let eligibility = self.eligibility(fleet, id, now);
-            (id, eligibility, fresh, cores, reports.is_some()).hash(&mut hasher);
-            (service.next_ramp(id, eligibility, now).to_bits(), server.weight.get()).hash(&mut hasher);
+            let reporting_agent = agent.filter(|agent| !agent.is_behind_rack());
+            let core_count = reporting_agent.and_then(Agent::core_count);
+            let has_fresh_loads = service.reads_loads() && reporting_agent.is_some_and(|agent| agent.is_fresh(now));
+            let eligibility = self.eligibility(fleet_service, id, now);
+            (id, eligibility, has_fresh_loads, core_count, reporting_agent.is_some()).hash(&mut hasher);
+            (service.next_slow_start_fraction(id, eligibility, now).to_bits(), server.weight.get()).hash(&mut hasher);
             self.is_excluded(service, id).hash(&mut hasher);
-            server.capacity.map(|capacity| Capacity::get(capacity).to_bits()).hash(&mut hasher);
+            server.capacity.map(|capacity| ServerCapacity::get(capacity).to_bits()).hash(&mut hasher);
         }
         hasher.finish()
     }
@@ -195,10 +195,10 @@ impl Controller {
     /// Makes the table that has been due for the longest time; `None`: no table is due.
     pub fn make_next_due_table(&mut self, now: Now) -> Option<DueTable> {
         loop {
-            let position = *self.positions.get(&self.due_services.pop_front()?)?;
+            let position = *self.positions_by_index.get(&self.due_services.pop_front()?)?;
             if let Some(trigger) = self.services[position].due_trigger {
                 let new_table = self.make_table(position, now);
-                self.table_acks.record_build(new_table.service, new_table.table.generation, trigger);
+                self.table_acks.record_table(new_table.service, new_table.table.generation, trigger);
                 return Some(DueTable { new_table, trigger });
             }
         }
@@ -210,9 +210,14 @@ impl Controller {
 }
 
 /// Queues a service's table unless it is queued: the first trigger counts. Tables at the interval are never queued.
-fn queue_table(due: &mut VecDeque<ServiceIndex>, service: &mut Service, trigger: TableTrigger, tables: TableTiming) {
-    if tables == TableTiming::OnChange && service.due_trigger.is_none() {
+fn queue_table(
+    due_services: &mut VecDeque<ServiceIndex>,
+    service: &mut Service,
+    trigger: TableTrigger,
+    table_timing: TableTiming,
+) {
+    if table_timing == TableTiming::OnChange && service.due_trigger.is_none() {
         service.due_trigger = Some(trigger);
-        due.push_back(service.fleet().index);
+        due_services.push_back(service.fleet().index);
     }
 }

@@ -20,8 +20,8 @@ fn at(milliseconds: u64) -> Now {
 }
 
 /// Returns a fleet of servers s0 to s3: `web` is on the first two, `api` on the last two, `old` (by hash) on all.
-fn fleet(keys: &str) -> FleetConfig {
-    let mut text = keys.to_owned();
+fn four_server_fleet(fleet_keys: &str) -> FleetConfig {
+    let mut text = fleet_keys.to_owned();
     for n in 0..4 {
         text += &format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{}\"\nid = {n}\n", n + 1);
     }
@@ -46,12 +46,12 @@ struct Harness {
 
 impl Harness {
     fn new() -> Self {
-        Self::with("")
+        Self::with_fleet_keys("")
     }
 
     /// Returns a harness whose fleet document has the keys `fleet_keys` before its servers.
-    fn with(keys: &str) -> Self {
-        let config = fleet(keys);
+    fn with_fleet_keys(fleet_keys: &str) -> Self {
+        let config = four_server_fleet(fleet_keys);
         let mut records = Records::generate(at(0).wall, &mut seeded_rng(5, 0));
         records.apply(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
         let mut controller = Controller::new(Fleet::new(&config, &records));
@@ -59,28 +59,31 @@ impl Harness {
         Self { controller, records, sessions, sequence: 0 }
     }
 
-    fn report(&mut self, server: usize, now: Now) {
+    fn send_report(&mut self, server: usize, now: Now) {
         self.sequence += 1;
         let report = plain_report(self.sequence, now, &[self.sequence * 1_000; 4]);
         self.controller.report(&self.sessions[server], Ok(report), now).unwrap();
     }
 
-    fn due(&mut self, now: Now) -> Vec<DueTable> {
+    fn make_due_tables(&mut self, now: Now) -> Vec<DueTable> {
         std::iter::from_fn(|| self.controller.make_next_due_table(now)).collect()
     }
 
     /// Makes the tables that are due. Returns the names of their services, and their generations.
-    fn due_tables(&mut self, now: Now) -> Vec<(&'static str, u64)> {
-        let due = self.due(now);
-        due.iter().map(|due| (self.name(due.new_table.service), due.new_table.table.generation)).collect()
+    fn make_and_list_due_tables(&mut self, now: Now) -> Vec<(&'static str, u64)> {
+        let due_tables = self.make_due_tables(now);
+        due_tables
+            .iter()
+            .map(|due| (self.service_name(due.new_table.service), due.new_table.table.generation))
+            .collect()
     }
 
-    fn name(&self, index: ServiceIndex) -> &'static str {
+    fn service_name(&self, index: ServiceIndex) -> &'static str {
         let service = self.controller.fleet().services.iter().find(|service| service.index == index).unwrap();
         ["web", "api", "old"].into_iter().find(|name| *name == service.name).unwrap()
     }
 
-    fn index(&self, name: &str) -> ServiceIndex {
+    fn service_index(&self, name: &str) -> ServiceIndex {
         self.controller.fleet().services.iter().find(|service| service.name == name).unwrap().index
     }
 }
@@ -89,107 +92,113 @@ impl Harness {
 fn only_services_whose_inputs_changed_get_a_table() {
     let mut harness = Harness::new();
     harness.controller.poll_inputs(at(0), true);
-    assert_eq!(harness.due_tables(at(0)), [("web", 1), ("api", 1), ("old", 1)], "the first tables");
-    assert_eq!(harness.due_tables(at(1)), []);
-    harness.report(0, at(10));
-    harness.report(1, at(11));
-    assert_eq!(harness.due_tables(at(12)), [("web", 2)], "two reports, one table");
+    assert_eq!(harness.make_and_list_due_tables(at(0)), [("web", 1), ("api", 1), ("old", 1)], "the first tables");
+    assert_eq!(harness.make_and_list_due_tables(at(1)), []);
+    harness.send_report(0, at(10));
+    harness.send_report(1, at(11));
+    assert_eq!(harness.make_and_list_due_tables(at(12)), [("web", 2)], "two reports, one table");
     assert!(!harness.controller.has_due_table());
-    harness.report(3, at(20));
-    harness.report(0, at(21));
-    assert_eq!(harness.due_tables(at(22)), [("api", 2), ("web", 3)], "who has waited longest comes first");
+    harness.send_report(3, at(20));
+    harness.send_report(0, at(21));
+    assert_eq!(
+        harness.make_and_list_due_tables(at(22)),
+        [("api", 2), ("web", 3)],
+        "who has waited longest comes first"
+    );
     harness.controller.poll_inputs(at(100), true);
-    harness.due_tables(at(100));
+    harness.make_and_list_due_tables(at(100));
     harness.controller.poll_inputs(at(200), true);
-    assert_eq!(harness.due_tables(at(200)), [], "nothing has changed");
+    assert_eq!(harness.make_and_list_due_tables(at(200)), [], "nothing has changed");
     harness.controller.poll_inputs(at(100_000), true);
-    assert_eq!(harness.due_tables(at(100_000)), [("web", 5), ("api", 4)], "reports are too old to hold");
+    assert_eq!(harness.make_and_list_due_tables(at(100_000)), [("web", 5), ("api", 4)], "reports are too old to hold");
 }
 
 #[test]
-fn oldest_change_is_the_trigger() {
+fn oldest_change_is_the_trigger_of_a_table() {
     let mut harness = Harness::new();
     harness.controller.poll_inputs(at(0), true);
-    harness.due_tables(at(0));
-    harness.report(0, at(10));
-    harness.report(1, at(15));
-    let due = harness.due(at(16)).remove(0);
-    assert_eq!(due.trigger.received_at, at(10).monotonic);
-    assert_eq!(due.trigger.sent_at, Some(at(10).wall));
-    let web = harness.index("web");
-    harness.controller.table_acks.confirm(7, web, 1, at(16));
-    harness.controller.table_acks.confirm(7, web, 2, at(18));
+    harness.make_and_list_due_tables(at(0));
+    harness.send_report(0, at(10));
+    harness.send_report(1, at(15));
+    let due_table = harness.make_due_tables(at(16)).remove(0);
+    assert_eq!(due_table.trigger.received_at, at(10).monotonic);
+    assert_eq!(due_table.trigger.sent_at, Some(at(10).wall));
+    let web_index = harness.service_index("web");
+    harness.controller.table_acks.record_confirmation(7, web_index, 1, at(16));
+    harness.controller.table_acks.record_confirmation(7, web_index, 2, at(18));
     assert_eq!(harness.controller.table_acks.latency_since_receipt.count(), 1);
     assert!((harness.controller.table_acks.latency_since_receipt.sum() - 0.008).abs() < 1e-9);
 }
 
 #[test]
-fn counts_continue_until_a_newer_load() {
+fn counts_continue_until_a_newer_load_arrives() {
     let mut harness = Harness::new();
     for now in [0, 100] {
-        (0..4).for_each(|server| harness.report(server, at(now)));
+        (0..4).for_each(|server| harness.send_report(server, at(now)));
     }
     harness.controller.poll_inputs(at(100), true);
-    harness.due_tables(at(100));
-    harness.report(1, at(110));
-    let table = harness.due(at(110)).remove(0).new_table.table;
-    let age = |table: &coreward_model::placement::PlacementTable, server: u16| {
+    harness.make_and_list_due_tables(at(100));
+    harness.send_report(1, at(110));
+    let table = harness.make_due_tables(at(110)).remove(0).new_table.table;
+    let slot_age = |table: &coreward_model::placement::PlacementTable, server: u16| {
         let slot = table.core_slots.iter().position(|core| core.server.get() == server).unwrap();
         table.core_slot_ages.get(slot).copied().unwrap_or(0)
     };
-    assert_eq!((age(&table, 0), age(&table, 1)), (1, 0));
-    harness.report(1, at(120));
-    let table = harness.due(at(120)).remove(0).new_table.table;
-    assert_eq!((age(&table, 0), age(&table, 1)), (2, 0));
-    harness.report(0, at(130));
-    let table = harness.due(at(130)).remove(0).new_table.table;
-    assert_eq!((age(&table, 0), age(&table, 1)), (0, 1));
-    harness.report(0, at(100_000));
-    harness.due(at(100_000));
+    assert_eq!((slot_age(&table, 0), slot_age(&table, 1)), (1, 0));
+    harness.send_report(1, at(120));
+    let table = harness.make_due_tables(at(120)).remove(0).new_table.table;
+    assert_eq!((slot_age(&table, 0), slot_age(&table, 1)), (2, 0));
+    harness.send_report(0, at(130));
+    let table = harness.make_due_tables(at(130)).remove(0).new_table.table;
+    assert_eq!((slot_age(&table, 0), slot_age(&table, 1)), (0, 1));
+    harness.send_report(0, at(100_000));
+    harness.make_due_tables(at(100_000));
     harness.controller.poll_inputs(at(100_000), true);
-    harness.report(0, at(100_010));
-    let table = harness.due(at(100_010)).remove(0).new_table.table;
-    assert_eq!(age(&table, 1), 0);
+    harness.send_report(0, at(100_010));
+    let table = harness.make_due_tables(at(100_010)).remove(0).new_table.table;
+    assert_eq!(slot_age(&table, 1), 0);
 }
 
 #[test]
 fn traffic_makes_tables_of_its_policies_due() {
     let mut harness = Harness::new();
     harness.controller.poll_inputs(at(0), true);
-    harness.due_tables(at(0));
+    harness.make_and_list_due_tables(at(0));
     let session = harness.controller.register_load_balancer("lb1", at(1)).unwrap();
     harness.controller.poll_inputs(at(2), false);
-    harness.due_tables(at(2));
-    let api = harness.index("api");
-    let opened = ServerTraffic { opened: 5, ..Default::default() };
-    let message =
-        TrafficMessage { opened_connections: [(api, 5)].into(), servers: [(2u64.try_into().unwrap(), opened)].into() };
-    harness.controller.record_load_balancer_traffic(session, &message, at(3));
-    assert_eq!(harness.due_tables(at(3)).iter().map(|(name, _)| *name).collect::<Vec<_>>(), ["api"]);
+    harness.make_and_list_due_tables(at(2));
+    let api_index = harness.service_index("api");
+    let server_traffic = ServerTraffic { opened: 5, ..Default::default() };
+    let traffic_message = TrafficMessage {
+        opened_connections: [(api_index, 5)].into(),
+        servers: [(2u64.try_into().unwrap(), server_traffic)].into(),
+    };
+    harness.controller.record_load_balancer_traffic(session, &traffic_message, at(3));
+    assert_eq!(harness.make_and_list_due_tables(at(3)).iter().map(|(name, _)| *name).collect::<Vec<_>>(), ["api"]);
 }
 
 #[test]
 fn new_configuration_makes_no_other_table_due() {
     let mut harness = Harness::new();
     harness.controller.poll_inputs(at(0), true);
-    harness.due_tables(at(0));
-    let config = fleet("load_ewma_alpha = 0.25\n");
+    harness.make_and_list_due_tables(at(0));
+    let config = four_server_fleet("load_ewma_alpha = 0.25\n");
     harness.records.apply(&config, at(1).wall, &mut seeded_rng(6, 0)).unwrap();
-    harness.report(0, at(1));
+    harness.send_report(0, at(1));
     harness.controller.configure(Fleet::new(&config, &harness.records));
     harness.controller.poll_inputs(at(2), false);
-    assert_eq!(harness.due_tables(at(2)), [("web", 2)], "what was due is due still, and no other");
+    assert_eq!(harness.make_and_list_due_tables(at(2)), [("web", 2)], "what was due is due still, and no other");
 }
 
 #[test]
 fn reports_make_no_table_due_in_interval_mode() {
-    let mut harness = Harness::with("table_updates = \"interval\"\n");
+    let mut harness = Harness::with_fleet_keys("table_updates = \"interval\"\n");
     assert_eq!(harness.controller.tick(at(0)).len(), 3);
-    (0..4).for_each(|server| harness.report(server, at(100)));
+    (0..4).for_each(|server| harness.send_report(server, at(100)));
     let traffic = TrafficMessage::default();
     let session = harness.controller.register_load_balancer("lb", at(100)).unwrap();
     harness.controller.record_load_balancer_traffic(session, &traffic, at(110));
-    assert_eq!((harness.controller.has_due_table(), harness.due_tables(at(120))), (false, vec![]));
+    assert_eq!((harness.controller.has_due_table(), harness.make_and_list_due_tables(at(120))), (false, vec![]));
     assert_eq!(harness.controller.tick(at(200)).len(), 3);
 }
 
@@ -204,12 +213,12 @@ fn inputs_of_many_servers_are_polled_shard_by_shard() {
     let mut records = Records::generate(at(0).wall, &mut seeded_rng(5, 0));
     records.apply(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
     let mut controller = Controller::new(Fleet::new(&config, &records));
-    let mut steps = 0;
-    let mut next = Some(InputCursor::default());
-    while let Some(from) = next {
-        next = controller.poll_inputs_from(from, at(1_000), false);
-        steps += 1;
+    let mut step_count = 0;
+    let mut next_cursor = Some(InputCursor::default());
+    while let Some(from) = next_cursor {
+        next_cursor = controller.poll_inputs_from(from, at(1_000), false);
+        step_count += 1;
     }
-    assert_eq!(steps, 5);
+    assert_eq!(step_count, 5);
     assert!(controller.has_due_table());
 }

@@ -19,27 +19,27 @@ use coreward_fleet::fleet::FleetService;
 impl Controller {
     pub(super) fn make_table(&mut self, position: usize, now: Now) -> NewTable {
         let pool = match self.services[position].take_cached_pool() {
-            Some(known) => self.refreshed(position, known, now),
+            Some(known) => self.refresh_pool(position, known, now),
             None => {
                 self.update_eligibilities(position, now);
-                self.pool(&self.services[position], now)
+                self.compute_pool(&self.services[position], now)
             }
         };
         let service = &mut self.services[position];
         service.due_trigger = None;
-        let pool = service.with_interval(pool);
+        let pool = service.with_interval_inputs(pool);
         let table = service.make_table(&pool, now);
         service.cache_pool(pool);
         table
     }
 
-    pub(super) fn pool(&self, service: &Service, now: Now) -> Pool {
-        self.with_context(service, Pool::new(self.pool_servers(service, now), 1), now)
+    pub(super) fn compute_pool(&self, service: &Service, now: Now) -> Pool {
+        self.with_common_inputs(service, Pool::new(self.pool_servers(service, now), 1), now)
     }
 
     /// Returns the newest table's pool, cached or computed, for readers that must not delay the processing of reports.
-    pub(super) fn cached_pool<'a>(&self, service: &'a Service, now: Now) -> Cow<'a, Pool> {
-        service.cached_pool().map_or_else(|| Cow::Owned(self.pool(service, now)), Cow::Borrowed)
+    pub(super) fn cached_or_computed_pool<'a>(&self, service: &'a Service, now: Now) -> Cow<'a, Pool> {
+        service.cached_pool().map_or_else(|| Cow::Owned(self.compute_pool(service, now)), Cow::Borrowed)
     }
 
     /// Returns whether no pool is cached for the service at this position. `None`: there is no such service.
@@ -50,15 +50,15 @@ impl Controller {
     /// Appends the next servers by id, at most `count`, to `servers`. Returns whether `servers` is complete.
     pub fn add_pool_servers(&self, position: usize, servers: &mut Vec<PoolServer>, count: usize, now: Now) -> bool {
         let Some(service) = self.services.get(position) else { return true };
-        let after = servers.last().map_or(Bound::Unbounded, |last| Bound::Excluded(last.id));
-        let before = servers.len();
-        let ids = service.fleet().members.range((after, Bound::Unbounded)).map(|(id, _)| *id).take(count);
-        servers.extend(ids.map(|id| self.pool_server(service, id, now)));
-        servers.len() < before + count
+        let lower_bound = servers.last().map_or(Bound::Unbounded, |last| Bound::Excluded(last.id));
+        let previous_count = servers.len();
+        let next_ids = service.fleet().members.range((lower_bound, Bound::Unbounded)).map(|(id, _)| *id).take(count);
+        servers.extend(next_ids.map(|id| self.pool_server(service, id, now)));
+        servers.len() < previous_count + count
     }
 
-    pub fn pool_of(&self, position: usize, servers: Vec<PoolServer>, now: Now) -> Option<Pool> {
-        Some(self.with_context(self.services.get(position)?, Pool::new(servers, 1), now))
+    pub fn pool_of_servers(&self, position: usize, servers: Vec<PoolServer>, now: Now) -> Option<Pool> {
+        Some(self.with_common_inputs(self.services.get(position)?, Pool::new(servers, 1), now))
     }
 
     fn pool_servers(&self, service: &Service, now: Now) -> Vec<PoolServer> {
@@ -66,37 +66,37 @@ impl Controller {
     }
 
     /// Adds to the pool those inputs that do not belong to one server.
-    pub(super) fn with_context(&self, service: &Service, pool: Pool, now: Now) -> Pool {
-        let fleet = service.fleet();
+    pub(super) fn with_common_inputs(&self, service: &Service, pool: Pool, now: Now) -> Pool {
+        let fleet_service = service.fleet();
         let pool = pool.for_next_table(self.load_balancers.count() as u32);
-        let pool = pool.with_rack_summaries(self.racks.summaries(fleet.index, now).cloned().collect());
-        if places_requests(fleet) { pool.counting_requests() } else { pool }
+        let pool = pool.with_rack_summaries(self.racks.summaries(fleet_service.index, now).cloned().collect());
+        if places_each_datagram(fleet_service) { pool.counting_requests() } else { pool }
     }
 
     /// Returns the pool of the newest table, in which changed servers have been read again.
-    fn refreshed(&self, position: usize, mut pool: Pool, now: Now) -> Pool {
+    fn refresh_pool(&self, position: usize, mut pool: Pool, now: Now) -> Pool {
         let service = &self.services[position];
         for id in service.dirty_servers() {
             if service.needs_refresh(id) {
                 pool.replace_server(self.pool_server(service, id, now));
             } else {
-                pool.set_has_new_load(id, service.is_fresh(id));
+                pool.set_has_new_load(id, service.has_new_load(id));
             }
         }
-        self.with_context(service, pool, now)
+        self.with_common_inputs(service, pool, now)
     }
 
     /// Updates for each server of the service whether and why it takes new connections.
     fn update_eligibilities(&mut self, position: usize, now: Now) {
-        let service = self.services[position].fleet();
-        let eligibility = |id: &ServerId| (*id, self.eligibility(service, *id, now));
-        let eligibilities = service.members.keys().map(eligibility).collect();
+        let fleet_service = self.services[position].fleet();
+        let eligibility_by_id = |id: &ServerId| (*id, self.eligibility(fleet_service, *id, now));
+        let eligibilities = fleet_service.members.keys().map(eligibility_by_id).collect();
         self.services[position].update_eligibilities(eligibilities, now);
         self.racks.changes += 1;
     }
 
     pub(super) fn eligibility(&self, service: &FleetService, id: ServerId, now: Now) -> Eligibility {
-        if self.fleet.has_left(service, id) {
+        if self.fleet.has_left_service(service, id) {
             Eligibility::Left
         } else if !self.fleet.is_eligible(service, id) {
             Eligibility::Drained
@@ -110,23 +110,25 @@ impl Controller {
     }
 
     pub(super) fn takes_connections(&self, service: &Service, id: ServerId, now: Now) -> bool {
-        let reported = service.takes_connections(id);
-        reported.unwrap_or_else(|| self.eligibility(service.fleet(), id, now) == Eligibility::Eligible)
+        let takes_connections = service.takes_connections(id);
+        takes_connections.unwrap_or_else(|| self.eligibility(service.fleet(), id, now) == Eligibility::Eligible)
     }
 
     pub(super) fn pool_server(&self, service: &Service, id: ServerId, now: Now) -> PoolServer {
         let (agent, server) = (self.agent(id), &self.fleet.servers[&id]);
         PoolServer {
             id,
-            eligible: self.takes_connections(service, id, now),
-            loads: agent.and_then(|agent| direct_loads(agent, now)).map(|loads| loads_for(service.fleet(), loads)),
+            is_eligible: self.takes_connections(service, id, now),
+            loads: agent
+                .and_then(|agent| direct_loads(agent, now))
+                .map(|loads| loads_for_service(service.fleet(), loads)),
             rss: agent.and_then(Agent::rss).cloned(),
             open_connections: self.open_connections(id, agent),
             weight: server.weight,
-            slow_start_fraction: self.ramp(service, id, now),
+            slow_start_fraction: self.share_fraction(service, id, now),
             capacity: server.capacity,
-            traffic: self.load_balancers.rates(id),
-            has_new_load: service.is_fresh(id),
+            traffic: self.load_balancers.traffic_rates(id),
+            has_new_load: service.has_new_load(id),
         }
     }
 
@@ -134,9 +136,10 @@ impl Controller {
     /// balancers count a retransmitted FIN twice, until the next report corrects it.
     fn open_connections(&self, id: ServerId, agent: Option<&Agent>) -> u32 {
         let Some(newest) = agent.and_then(|agent| agent.newest_report.as_ref()) else { return 0 };
-        let then = agent.map(|agent| &agent.traffic_at_report);
-        let since = then.map_or(0, |then| self.load_balancers.totals(id).opened_since(then));
-        u32::try_from((i64::from(newest.open_connections) + since).max(0)).unwrap_or(u32::MAX)
+        let traffic_at_report = agent.map(|agent| &agent.traffic_at_report);
+        let increase_since_report =
+            traffic_at_report.map_or(0, |then| self.load_balancers.traffic_totals(id).opened_since(then));
+        u32::try_from((i64::from(newest.open_connections) + increase_since_report).max(0)).unwrap_or(u32::MAX)
     }
 }
 
@@ -146,18 +149,22 @@ pub(super) fn direct_loads(agent: &Agent, now: Now) -> Option<&CoreLoads> {
 }
 
 /// Returns whether the service places each datagram on its own (`udp = "packet"`).
-pub(super) fn places_requests(service: &FleetService) -> bool {
+pub(super) fn places_each_datagram(service: &FleetService) -> bool {
     service.address.protocol == Protocol::Udp && service.mode.consistency == Consistency::None
 }
 
 /// Returns the loads of a server's cores as inputs of the service. The server chooses the worker of a request that is
 /// placed on its own, so each core then counts with the server's mean load. Flows stay on their core, so a policy can
 /// select a core with less load.
-fn loads_for(service: &FleetService, loads: &CoreLoads) -> ServerLoads {
-    relayed_loads(places_requests(service), loads)
+fn loads_for_service(service: &FleetService, loads: &CoreLoads) -> ServerLoads {
+    relayed_loads(places_each_datagram(service), loads)
 }
 
 /// Returns loads like [`loads_for_service`] for a rack, whose service may place each datagram on its own.
-pub fn relayed_loads(requests: bool, loads: &CoreLoads) -> ServerLoads {
-    ServerLoads::Local(if requests { vec![mean(loads).unwrap_or(0.0); loads.len()].into() } else { loads.clone() })
+pub fn relayed_loads(places_each_datagram: bool, loads: &CoreLoads) -> ServerLoads {
+    ServerLoads::Local(if places_each_datagram {
+        vec![mean(loads).unwrap_or(0.0); loads.len()].into()
+    } else {
+        loads.clone()
+    })
 }

@@ -24,7 +24,7 @@ fn at(seconds: u64) -> Now {
 }
 
 /// Returns a fleet of servers s0, s1 ... with ids 0, 1 ... and keys `servers`, and one service with keys `service`.
-fn config(servers: &[&str], service: &str) -> FleetConfig {
+fn fleet_config(servers: &[&str], service: &str) -> FleetConfig {
     let mut text = String::new();
     for (n, keys) in servers.iter().enumerate() {
         text += &format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{}\"\nid = {n}\n{keys}\n", n + 1);
@@ -40,7 +40,7 @@ struct Harness {
 
 impl Harness {
     fn new(servers: &[&str], service: &str) -> Self {
-        let config = config(servers, service);
+        let config = fleet_config(servers, service);
         let mut records = Records::generate(at(0).wall, &mut seeded_rng(5, 0));
         records.apply(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
         let controller = Controller::new(Fleet::new(&config, &records));
@@ -48,7 +48,7 @@ impl Harness {
     }
 
     fn configure(&mut self, servers: &[&str], service: &str, now: Now) {
-        let config = config(servers, service);
+        let config = fleet_config(servers, service);
         self.records.apply(&config, now.wall, &mut seeded_rng(7, 0)).unwrap();
         self.controller.configure(Fleet::new(&config, &self.records));
     }
@@ -57,20 +57,20 @@ impl Harness {
         (*self.controller.tick(now).remove(0).table).clone()
     }
 
-    fn agent(&mut self, n: usize, open_connections: u32, now: Now) -> Session {
-        let session = self.controller.register(&format!("s{n}"), "test", now).unwrap();
-        self.report(&session, 1, open_connections, now);
+    fn connect_agent(&mut self, server_number: usize, open_connections: u32, now: Now) -> Session {
+        let session = self.controller.register(&format!("s{server_number}"), "test", now).unwrap();
+        self.send_report(&session, 1, open_connections, now);
         session
     }
 
-    fn report(&mut self, session: &Session, sequence: u64, open_connections: u32, now: Now) {
+    fn send_report(&mut self, session: &Session, sequence: u64, open_connections: u32, now: Now) {
         let report = Report { open_connections, ..plain_report(sequence, now, &[0; 2]) };
         self.controller.report(session, Ok(report), now).unwrap();
     }
 
     /// Returns the number of open connections of every server, as policies use it.
     fn open_connections(&self, now: Now) -> Vec<u32> {
-        let pool = self.controller.pool(&self.controller.services[0], now);
+        let pool = self.controller.compute_pool(&self.controller.services[0], now);
         pool.servers().iter().map(|server| server.open_connections).collect()
     }
 }
@@ -79,150 +79,166 @@ fn id(number: u64) -> ServerId {
     number.try_into().unwrap()
 }
 
-fn counts(counts: &[(u64, u64, u64)]) -> TrafficMessage {
+fn traffic_message(counts: &[(u64, u64, u64)]) -> TrafficMessage {
     let of = |(server, opened, closed): &(u64, u64, u64)| {
-        let traffic = ServerTraffic { opened: *opened, closed: *closed, packets: opened * 10, bytes: opened * 1000 };
-        (id(*server), traffic)
+        let server_traffic =
+            ServerTraffic { opened: *opened, closed: *closed, packet_count: opened * 10, bytes: opened * 1000 };
+        (id(*server), server_traffic)
     };
-    let opened = counts.iter().map(|(_, opened, _)| opened).sum();
+    let opened_count = counts.iter().map(|(_, opened, _)| opened).sum();
     TrafficMessage {
-        opened_connections: [(ServiceIndex::FIRST, opened)].into(),
+        opened_connections: [(ServiceIndex::FIRST, opened_count)].into(),
         servers: counts.iter().map(of).collect(),
     }
 }
 
-fn shares(table: &PlacementTable) -> BTreeMap<u16, usize> {
-    let mut shares = BTreeMap::new();
+fn buckets_by_server(table: &PlacementTable) -> BTreeMap<u16, usize> {
+    let mut bucket_counts = BTreeMap::new();
     for bucket in 0..table.bucket_count.get() {
-        *shares.entry(table.candidates_of(0, bucket)[0].server.get()).or_default() += 1;
+        *bucket_counts.entry(table.candidates_of(0, bucket)[0].server.get()).or_default() += 1;
     }
-    shares
+    bucket_counts
 }
 
 #[test]
-fn weights_share_out_buckets_and_weight_0_gets_none() {
+fn weights_divide_buckets_and_weight_0_gets_none() {
     let mut harness = Harness::new(&["weight = 3", "", "weight = 0"], "policy = \"maglev\"\n");
     let table = harness.make_table(at(0));
-    assert_eq!(shares(&table), BTreeMap::from([(0, 96), (1, 32)]));
+    assert_eq!(buckets_by_server(&table), BTreeMap::from([(0, 96), (1, 32)]));
     assert!(table.consistent_servers.iter().all(|server| *server != id(2)));
-    let reported = harness.controller.fleet_configuration(at(0)).services.remove(0).servers;
-    assert_eq!(reported.iter().map(|server| server.is_eligible).collect::<Vec<_>>(), [true, true, false]);
+    let configured_servers = harness.controller.fleet_configuration(at(0)).services.remove(0).servers;
+    assert_eq!(configured_servers.iter().map(|server| server.is_eligible).collect::<Vec<_>>(), [true, true, false]);
     harness.configure(&["weight = 0", "weight = 0"], "policy = \"maglev\"\n", at(1));
     assert!(harness.make_table(at(1)).members.is_empty());
 }
 
 #[test]
-fn new_server_has_a_slow_start_and_initial_servers_have_none() {
-    let service = "policy = \"maglev\"\nslow_start = \"100s\"\nbuckets = 1024\n";
-    let mut harness = Harness::new(&["", ""], service);
-    assert_eq!(shares(&harness.make_table(at(0))), BTreeMap::from([(0, 512), (1, 512)]));
-    harness.configure(&["", "", ""], service, at(10));
-    let of_new = |harness: &mut Harness, now: u64| shares(&harness.make_table(at(now))).get(&2).copied().unwrap_or(0);
-    let (first, half, whole) = (of_new(&mut harness, 10), of_new(&mut harness, 60), of_new(&mut harness, 110));
+fn new_server_has_a_slow_start_but_initial_servers_have_none() {
+    let service_keys = "policy = \"maglev\"\nslow_start = \"100s\"\nbuckets = 1024\n";
+    let mut harness = Harness::new(&["", ""], service_keys);
+    assert_eq!(buckets_by_server(&harness.make_table(at(0))), BTreeMap::from([(0, 512), (1, 512)]));
+    harness.configure(&["", "", ""], service_keys, at(10));
+    let buckets_of_new_server =
+        |harness: &mut Harness, now: u64| buckets_by_server(&harness.make_table(at(now))).get(&2).copied().unwrap_or(0);
+    let (first, half, whole) = (
+        buckets_of_new_server(&mut harness, 10),
+        buckets_of_new_server(&mut harness, 60),
+        buckets_of_new_server(&mut harness, 110),
+    );
     // 2 + 1/64, 2.5 and 3 shares.
     assert!((6..=10).contains(&first) && (202..=208).contains(&half) && (340..=343).contains(&whole), "{first} {half}");
     // It drains and comes back: it joins again.
-    harness.configure(&["", "", "state = \"draining\""], service, at(200));
-    assert_eq!(of_new(&mut harness, 200), 0);
-    harness.configure(&["", "", ""], service, at(300));
-    assert!(of_new(&mut harness, 300) <= 10 && of_new(&mut harness, 400) >= 340);
+    harness.configure(&["", "", "state = \"draining\""], service_keys, at(200));
+    assert_eq!(buckets_of_new_server(&mut harness, 200), 0);
+    harness.configure(&["", "", ""], service_keys, at(300));
+    assert!(buckets_of_new_server(&mut harness, 300) <= 10 && buckets_of_new_server(&mut harness, 400) >= 340);
     // The choice for connections without a cookie is complete at once.
-    harness.configure(&["", "", "", ""], service, at(500));
+    harness.configure(&["", "", "", ""], service_keys, at(500));
     assert!(harness.make_table(at(500)).consistent_servers.iter().filter(|server| **server == id(3)).count() > 200);
 }
 
 #[test]
 fn open_connections_are_reported_plus_new_ones() {
     let mut harness = Harness::new(&["", ""], "policy = \"least\"\n");
-    let lb1 = harness.controller.register_load_balancer("lb1", at(0)).unwrap();
-    let lb2 = harness.controller.register_load_balancer("lb2", at(0)).unwrap();
-    harness.controller.record_load_balancer_traffic(lb1, &counts(&[(0, 1000, 900), (1, 500, 500)]), at(0));
-    harness.controller.record_load_balancer_traffic(lb2, &counts(&[(0, 10, 0)]), at(0));
-    let session = harness.agent(0, 100, at(1));
-    harness.agent(1, 7, at(1));
+    let lb1_session = harness.controller.register_load_balancer("lb1", at(0)).unwrap();
+    let lb2_session = harness.controller.register_load_balancer("lb2", at(0)).unwrap();
+    harness.controller.record_load_balancer_traffic(
+        lb1_session,
+        &traffic_message(&[(0, 1000, 900), (1, 500, 500)]),
+        at(0),
+    );
+    harness.controller.record_load_balancer_traffic(lb2_session, &traffic_message(&[(0, 10, 0)]), at(0));
+    let session = harness.connect_agent(0, 100, at(1));
+    harness.connect_agent(1, 7, at(1));
     assert_eq!(harness.open_connections(at(1)), [100, 7]);
-    harness.controller.record_load_balancer_traffic(lb1, &counts(&[(0, 1030, 910), (1, 500, 520)]), at(2));
-    harness.controller.record_load_balancer_traffic(lb2, &counts(&[(0, 15, 0)]), at(2));
+    harness.controller.record_load_balancer_traffic(
+        lb1_session,
+        &traffic_message(&[(0, 1030, 910), (1, 500, 520)]),
+        at(2),
+    );
+    harness.controller.record_load_balancer_traffic(lb2_session, &traffic_message(&[(0, 15, 0)]), at(2));
     // More were closed than were open: a retransmitted FIN.
     assert_eq!(harness.open_connections(at(2)), [125, 0]);
-    harness.report(&session, 2, 124, at(3));
+    harness.send_report(&session, 2, 124, at(3));
     assert_eq!(harness.open_connections(at(3)), [124, 0]);
     // Both report rates: 30 and 5 connections in two seconds, ten packets each.
-    let pool = harness.controller.pool(&harness.controller.services[0], at(3));
-    assert_eq!(pool.servers()[0].traffic.unwrap().packets, 175.0);
+    let pool = harness.controller.compute_pool(&harness.controller.services[0], at(3));
+    assert_eq!(pool.servers()[0].traffic.unwrap().packets_per_second, 175.0);
 }
 
 #[test]
 fn opened_connections_are_the_load_balancers_counts() {
     let mut harness = Harness::new(&["", ""], "");
-    let opened = |harness: &mut Harness| harness.controller.load_balancers.newly_opened(ServiceIndex::new(0).unwrap());
-    let lb1 = harness.controller.register_load_balancer("lb1", at(0)).unwrap();
-    let lb2 = harness.controller.register_load_balancer("lb2", at(0)).unwrap();
-    let report_traffic = |harness: &mut Harness, session, printed: &[(u64, u64, u64)], now| {
-        harness.controller.record_load_balancer_traffic(session, &counts(printed), now);
+    let take_opened_connections =
+        |harness: &mut Harness| harness.controller.load_balancers.take_newly_opened(ServiceIndex::new(0).unwrap());
+    let lb1_session = harness.controller.register_load_balancer("lb1", at(0)).unwrap();
+    let lb2_session = harness.controller.register_load_balancer("lb2", at(0)).unwrap();
+    let report_traffic = |harness: &mut Harness, session, server_counts: &[(u64, u64, u64)], now| {
+        harness.controller.record_load_balancer_traffic(session, &traffic_message(server_counts), now);
     };
-    report_traffic(&mut harness, lb1, &[(0, 1000, 0), (1, 500, 0)], at(1));
-    assert_eq!(opened(&mut harness), None, "the new part is unknown");
-    report_traffic(&mut harness, lb1, &[(0, 1010, 0), (1, 505, 0)], at(2));
-    report_traffic(&mut harness, lb2, &[(0, 77, 0)], at(2));
-    assert_eq!(opened(&mut harness), Some(15));
-    report_traffic(&mut harness, lb1, &[(0, 1011, 0), (1, 505, 0)], at(3));
-    report_traffic(&mut harness, lb1, &[(0, 1012, 0), (1, 505, 0)], at(4));
-    report_traffic(&mut harness, lb2, &[(0, 80, 0)], at(4));
-    assert_eq!(opened(&mut harness), Some(2 + 3), "twice before it was asked");
-    report_traffic(&mut harness, lb2, &[(0, 4, 0)], at(5));
-    assert_eq!(opened(&mut harness), Some(0));
-    report_traffic(&mut harness, lb2, &[(0, 10, 0)], at(6));
-    assert_eq!(opened(&mut harness), Some(6));
+    report_traffic(&mut harness, lb1_session, &[(0, 1000, 0), (1, 500, 0)], at(1));
+    assert_eq!(take_opened_connections(&mut harness), None, "the new part is unknown");
+    report_traffic(&mut harness, lb1_session, &[(0, 1010, 0), (1, 505, 0)], at(2));
+    report_traffic(&mut harness, lb2_session, &[(0, 77, 0)], at(2));
+    assert_eq!(take_opened_connections(&mut harness), Some(15));
+    report_traffic(&mut harness, lb1_session, &[(0, 1011, 0), (1, 505, 0)], at(3));
+    report_traffic(&mut harness, lb1_session, &[(0, 1012, 0), (1, 505, 0)], at(4));
+    report_traffic(&mut harness, lb2_session, &[(0, 80, 0)], at(4));
+    assert_eq!(take_opened_connections(&mut harness), Some(2 + 3), "twice before it was asked");
+    report_traffic(&mut harness, lb2_session, &[(0, 4, 0)], at(5));
+    assert_eq!(take_opened_connections(&mut harness), Some(0));
+    report_traffic(&mut harness, lb2_session, &[(0, 10, 0)], at(6));
+    assert_eq!(take_opened_connections(&mut harness), Some(6));
 }
 
 #[test]
 fn cores_of_packet_placement_count_with_the_mean_load() {
-    let unequal = [0, 80_000_000];
-    let table = |service: &str| {
+    let unequal_busy_ns = [0, 80_000_000];
+    let core_loads_in_table = |service: &str| {
         let mut harness = Harness::new(&["", ""], &format!("policy = \"crossrss\"\n{service}"));
-        for (n, busy_ns) in [unequal, [60_000_000; 2]].iter().enumerate() {
+        for (n, busy_ns) in [unequal_busy_ns, [60_000_000; 2]].iter().enumerate() {
             let session = harness.controller.register(&format!("s{n}"), "test", at(0)).unwrap();
             harness.controller.report(&session, Ok(plain_report(1, at(0), &[0; 2])), at(0)).unwrap();
             harness.controller.report(&session, Ok(plain_report(2, at(1), busy_ns)), at(1)).unwrap();
         }
-        let pool = harness.controller.pool(&harness.controller.services[0], at(1));
+        let pool = harness.controller.compute_pool(&harness.controller.services[0], at(1));
         pool.servers().iter().map(|server| server.loads.as_ref().unwrap().cores().unwrap().to_vec()).collect::<Vec<_>>()
     };
-    let of_tcp = table("");
-    assert!(of_tcp[0][0] == 0.0 && of_tcp[0][1] > of_tcp[1][0]);
-    assert_eq!(table("protocol = \"udp\"\n"), of_tcp, "flows");
-    let counts_requests = table("protocol = \"udp\"\nudp = \"packet\"\n");
-    assert_eq!(counts_requests, [vec![of_tcp[0][1] / 2.0; 2], of_tcp[1].clone()]);
+    let loads_of_tcp_service = core_loads_in_table("");
+    assert!(loads_of_tcp_service[0][0] == 0.0 && loads_of_tcp_service[0][1] > loads_of_tcp_service[1][0]);
+    assert_eq!(core_loads_in_table("protocol = \"udp\"\n"), loads_of_tcp_service, "flows");
+    let loads_of_packet_service = core_loads_in_table("protocol = \"udp\"\nudp = \"packet\"\n");
+    assert_eq!(loads_of_packet_service, [vec![loads_of_tcp_service[0][1] / 2.0; 2], loads_of_tcp_service[1].clone()]);
 }
 
 #[test]
 fn previous_servers_of_buckets_are_sent_to_agents() {
     let mut harness = Harness::new(&["", "", ""], "");
-    let sessions: Vec<Session> = (0..2).map(|n| harness.agent(n, 0, at(0))).collect();
-    let before = harness.make_table(at(0)).consistent_servers;
+    let sessions: Vec<Session> = (0..2).map(|n| harness.connect_agent(n, 0, at(0))).collect();
+    let old_servers = harness.make_table(at(0)).consistent_servers;
     assert!(harness.make_table(at(0)).previous_consistent_servers.is_empty());
     assert_eq!(harness.controller.changed_histories().len(), 1);
     assert!(harness.controller.changed_histories().is_empty());
-    let changes = harness.controller.predecessor_changes();
+    let change_count = harness.controller.predecessor_change_count();
     harness.configure(&["", "", "state = \"draining\""], "", at(1));
     let table = harness.make_table(at(1));
-    for (bucket, (old, new)) in before.iter().zip(&table.consistent_servers).enumerate() {
+    for (bucket, (old, new)) in old_servers.iter().zip(&table.consistent_servers).enumerate() {
         assert_eq!(table.previous_consistent_servers[bucket], (old != new).then_some(*old));
     }
-    assert!(harness.controller.predecessor_changes() > changes);
+    assert!(harness.controller.predecessor_change_count() > change_count);
     for session in &sessions {
-        let reported = harness.controller.agent_configuration(session).unwrap().previous_servers;
-        assert_eq!(reported.iter().map(|before| before.id).collect::<Vec<_>>(), [id(2)]);
+        let previous_servers = harness.controller.agent_configuration(session).unwrap().previous_servers;
+        assert_eq!(previous_servers.iter().map(|before| before.id).collect::<Vec<_>>(), [id(2)]);
     }
     // Another process continues from the records.
     let (name, history) = harness.controller.changed_histories().remove(0);
     harness.records.services.get_mut(&name).unwrap().bucket_history = history;
-    harness.controller = Controller::new(Fleet::new(&config(&["", "", "state = \"draining\""], ""), &harness.records));
+    harness.controller =
+        Controller::new(Fleet::new(&fleet_config(&["", "", "state = \"draining\""], ""), &harness.records));
     assert_eq!(harness.make_table(at(2)).previous_consistent_servers, table.previous_consistent_servers);
     // No server forwards packets that do not go by the bucket.
     harness.configure(&["", "", ""], "consistency = \"hash-table\"\n", at(3));
-    let session = harness.agent(0, 0, at(3));
+    let session = harness.connect_agent(0, 0, at(3));
     harness.make_table(at(3));
     assert!(harness.controller.agent_configuration(&session).unwrap().previous_servers.is_empty());
 }
@@ -231,31 +247,35 @@ fn previous_servers_of_buckets_are_sent_to_agents() {
 fn silent_load_balancers_are_lost() {
     let mut harness = Harness::new(&[""], "");
     let session = harness.controller.register_load_balancer("lb1", at(10)).unwrap();
-    let refused = harness.controller.register_load_balancer("lb1", at(12)).unwrap_err();
-    assert!(refused.ends_session());
+    let rejection = harness.controller.register_load_balancer("lb1", at(12)).unwrap_err();
+    assert!(rejection.ends_session());
     assert_eq!(
-        refused.to_string(),
+        rejection.to_string(),
         "load balancer \"lb1\" is connected already, last message 2000 ms ago: expected a unique name"
     );
-    let newer = harness.controller.register_load_balancer("lb1", at(20)).unwrap();
+    let newer_session = harness.controller.register_load_balancer("lb1", at(20)).unwrap();
     assert!(!harness.controller.load_balancers.disconnect(session, at(20)), "it is another's by now");
-    assert!(harness.controller.load_balancers.disconnect(newer, at(21)));
-    let alive = |harness: &Harness, now: Duration| {
+    assert!(harness.controller.load_balancers.disconnect(newer_session, at(21)));
+    let is_alive = |harness: &Harness, now: Duration| {
         !harness.controller.live_load_balancers(Now { monotonic: now, wall: now, record: now }).is_empty()
     };
-    let ended = Duration::from_secs(21);
+    let session_end = Duration::from_secs(21);
     assert!(
-        alive(&harness, ended + LOAD_BALANCER_TIMEOUT - Duration::from_millis(1))
-            && !alive(&harness, ended + LOAD_BALANCER_TIMEOUT)
+        is_alive(&harness, session_end + LOAD_BALANCER_TIMEOUT - Duration::from_millis(1))
+            && !is_alive(&harness, session_end + LOAD_BALANCER_TIMEOUT)
     );
-    let silent = harness.controller.register_load_balancer("lb1", at(30)).unwrap();
+    let silent_session = harness.controller.register_load_balancer("lb1", at(30)).unwrap();
     let last_message = Duration::from_secs(30);
-    assert!(alive(&harness, Duration::from_secs(31)) && !alive(&harness, last_message + LOAD_BALANCER_TIMEOUT));
-    harness.controller.record_load_balancer_state(silent, coreward_wire::v1::LoadBalancerState::default(), at(40));
-    assert!(alive(&harness, Duration::from_secs(41)));
+    assert!(is_alive(&harness, Duration::from_secs(31)) && !is_alive(&harness, last_message + LOAD_BALANCER_TIMEOUT));
+    harness.controller.record_load_balancer_state(
+        silent_session,
+        coreward_wire::v1::LoadBalancerState::default(),
+        at(40),
+    );
+    assert!(is_alive(&harness, Duration::from_secs(41)));
     // After the controller's start, load balancers on record have time to return.
     harness.records.register_load_balancer("lb1", None);
-    let controller = Controller::new(Fleet::new(&config(&[""], ""), &harness.records));
+    let controller = Controller::new(Fleet::new(&fleet_config(&[""], ""), &harness.records));
     assert_eq!((controller.live_load_balancers(at(4)).len(), controller.live_load_balancers(at(5)).len()), (1, 0));
 }
 
@@ -266,29 +286,29 @@ fn servers_with_lb_stamping_need_no_agent() {
     let mut harness = Harness::new(&["", ""], "timestamps = \"lb\"\npolicy = \"rr\"\n");
     assert_eq!(harness.make_table(at(10)).members.len(), 2);
     let fleet = &harness.controller.fleet;
-    let reported = fleet.load_balancer_configuration(|_| true);
-    let key = reported.services[0].time_key.expect("load balancers stamp");
+    let configuration = fleet.load_balancer_configuration(|_| true);
+    let time_key = configuration.services[0].time_key.expect("load balancers stamp");
     let server = ServerId::try_from(1).unwrap();
     assert!(!fleet.is_stamping_server(server));
-    assert!(!fleet.agent_configuration(server, &BTreeSet::new()).services[0].mode.is_stamped());
+    assert!(!fleet.agent_configuration(server, &BTreeSet::new()).services[0].mode.is_stamped_by_servers());
     assert!(harness.controller.keys(at(10)).waiting_for.is_empty());
 
-    let (address, client) = (reported.services[0].address, "10.1.0.7:1024".parse().unwrap());
+    let (address, client) = (configuration.services[0].address, "10.1.0.7:1024".parse().unwrap());
     let tuple = FourTuple::new(client, address.socket).unwrap();
-    let tsecr = lb_stamping::stamp_tsval(&reported.keys, &key, &tuple, server, 5);
+    let tsecr = lb_stamping::stamp_tsval(&configuration.keys, &time_key, &tuple, server, 5);
     let packet = ExplainedPacket::Established { tsecr: Some(tsecr), is_reset: false };
-    let explained = harness.controller.explain(address, client, packet, at(10)).unwrap();
-    assert_eq!(explained.chosen_server.as_deref(), Some("s1"), "{}", explained.reason);
-    let reset = ExplainedPacket::Established { tsecr: None, is_reset: true };
-    let explained = harness.controller.explain(address, client, reset, at(10)).unwrap();
-    assert!(explained.chosen_server.is_none() && explained.reason.contains("is dropped"), "{}", explained.reason);
+    let explanation = harness.controller.explain(address, client, packet, at(10)).unwrap();
+    assert_eq!(explanation.chosen_server.as_deref(), Some("s1"), "{}", explanation.reason);
+    let reset_packet = ExplainedPacket::Established { tsecr: None, is_reset: true };
+    let explanation = harness.controller.explain(address, client, reset_packet, at(10)).unwrap();
+    assert!(explanation.chosen_server.is_none() && explanation.reason.contains("is dropped"), "{}", explanation.reason);
 
-    harness.records.key_ring.announce(true, 2, &mut seeded_rng(8, 0));
-    harness.records.key_ring.switch(at(20).wall, 3);
+    harness.records.key_ring.announce_next_key(true, 2, &mut seeded_rng(8, 0));
+    harness.records.key_ring.switch_to_next_key(at(20).wall, 3);
     harness.configure(&["", ""], "timestamps = \"lb\"\npolicy = \"rr\"\n", at(20));
-    let rotated = harness.controller.fleet.load_balancer_configuration(|_| true);
-    assert_ne!(rotated.keys, reported.keys);
-    assert_eq!(rotated.services[0].time_key, Some(key));
+    let rotated_configuration = harness.controller.fleet.load_balancer_configuration(|_| true);
+    assert_ne!(rotated_configuration.keys, configuration.keys);
+    assert_eq!(rotated_configuration.services[0].time_key, Some(time_key));
     harness.configure(&["", ""], "policy = \"rr\"\n", at(30));
     assert_eq!(harness.controller.fleet.load_balancer_configuration(|_| true).services[0].time_key, None);
 }

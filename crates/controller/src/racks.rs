@@ -15,22 +15,22 @@ use coreward_wire::{
     LOAD_BALANCER_TIMEOUT, RackConfiguration, RackMember, RackServer, RackService, ServiceIndex, WireError, v1,
 };
 
-use super::pool::places_requests;
+use super::pool::places_each_datagram;
 use super::rejection::Rejection;
 use super::service::Service;
 use super::{Controller, Now, Session};
 
 /// Maximum rate of full reports from all agents behind racks: a tenth of what a controller without racks can process.
-const WHOLE_REPORTS_PER_SECOND: usize = 2_000;
+const MAX_FULL_REPORTS_PER_SECOND: usize = 2_000;
 
 /// Number of report intervals after which a rack's summaries expire, which is the default for agents' reports.
-const SUMMARY_VALID_INTERVALS: u32 = 3;
+const SUMMARY_VALIDITY_INTERVALS: u32 = 3;
 
 /// Racks that are connected, and the valid summaries of disconnected ones.
 #[derive(Debug, Default)]
 pub struct Racks {
     by_name: BTreeMap<String, Rack>,
-    last_session: u64,
+    last_session_number: u64,
     /// Number of changes after which the configurations of all racks may differ.
     pub changes: u64,
 }
@@ -39,7 +39,7 @@ pub struct Racks {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RackConfigVersion {
     all_racks_version: u64,
-    own_version: u64,
+    rack_version: u64,
     detail_interval: Duration,
 }
 
@@ -50,29 +50,29 @@ struct Rack {
     version: String,
     /// Time of the rack's last message, since the controller's start.
     last_message_at: Duration,
-    agents: BTreeMap<u64, Session>,
+    sessions_by_stream: BTreeMap<u64, Session>,
     /// Number of changes of this rack's agents. One number for all racks would send every change to all racks: with
     /// hundreds of racks, that would take a quarter of a CPU.
-    changes: u64,
-    summaries: BTreeMap<ServiceIndex, ReceivedSummary>,
+    agent_change_count: u64,
+    summaries_by_service: BTreeMap<ServiceIndex, ReceivedSummary>,
 }
 
 #[derive(Debug)]
 struct ReceivedSummary {
     summary: Arc<RackSummary>,
     /// Time at which the summary expires, since the controller's start.
-    fresh_until: Duration,
+    expires_at: Duration,
 }
 
 impl ReceivedSummary {
     fn is_valid(&self, now: Now) -> bool {
-        now.monotonic <= self.fresh_until
+        now.monotonic <= self.expires_at
     }
 }
 
 impl Rack {
-    fn fresh_summaries(&self, now: Now) -> impl Iterator<Item = &Arc<RackSummary>> {
-        self.summaries.values().filter(move |relayed| relayed.is_valid(now)).map(|relayed| &relayed.summary)
+    fn valid_summaries(&self, now: Now) -> impl Iterator<Item = &Arc<RackSummary>> {
+        self.summaries_by_service.values().filter(move |relayed| relayed.is_valid(now)).map(|relayed| &relayed.summary)
     }
 }
 
@@ -95,91 +95,92 @@ pub enum SummaryRejection {
 }
 
 impl Racks {
-    fn by_session(&mut self, session: u64) -> Option<&mut Rack> {
+    fn find_by_session(&mut self, session: u64) -> Option<&mut Rack> {
         self.by_name.values_mut().find(|rack| rack.session == Some(session))
     }
 
-    fn connected(&self, session: u64) -> Option<(&String, &Rack)> {
+    fn connected_rack(&self, session: u64) -> Option<(&String, &Rack)> {
         self.by_name.iter().find(|(_, rack)| rack.session == Some(session))
     }
 
     /// Returns the valid summaries that contain servers of the service.
     pub fn summaries(&self, service: ServiceIndex, now: Now) -> impl Iterator<Item = &Arc<RackSummary>> {
-        let relayed = self.by_name.values().filter_map(move |rack| rack.summaries.get(&service));
-        relayed.filter(move |relayed| relayed.is_valid(now)).map(|relayed| &relayed.summary)
+        let received_summaries = self.by_name.values().filter_map(move |rack| rack.summaries_by_service.get(&service));
+        received_summaries.filter(move |relayed| relayed.is_valid(now)).map(|relayed| &relayed.summary)
     }
 
     /// Returns the servers that are in any valid summary.
     pub fn servers(&self, now: Now) -> HashSet<ServerId> {
-        let summaries = self.by_name.values().flat_map(|rack| rack.fresh_summaries(now));
-        summaries.flat_map(|summary| &summary.servers).map(|server| server.id).collect()
+        let valid_summaries = self.by_name.values().flat_map(|rack| rack.valid_summaries(now));
+        valid_summaries.flat_map(|summary| &summary.servers).map(|server| server.id).collect()
     }
 
-    pub fn relayed(&self, service: ServiceIndex, now: Now) -> Vec<bool> {
-        let mut relayed = Vec::new();
+    pub fn is_relayed_by_id(&self, service: ServiceIndex, now: Now) -> Vec<bool> {
+        let mut is_relayed_by_id = Vec::new();
         for server in self.summaries(service, now).flat_map(|summary| &summary.servers) {
             let id = usize::from(server.id.get());
-            if id >= relayed.len() {
-                relayed.resize(id + 1, false);
+            if id >= is_relayed_by_id.len() {
+                is_relayed_by_id.resize(id + 1, false);
             }
-            relayed[id] = true;
+            is_relayed_by_id[id] = true;
         }
-        relayed
+        is_relayed_by_id
     }
 
     pub fn begin_agent_session(&mut self, relay: &RackRelay, session: &Session) {
-        if let Some(rack) = self.by_session(relay.rack_session) {
-            rack.changes += 1;
-            rack.agents.insert(relay.stream, session.clone());
+        if let Some(rack) = self.find_by_session(relay.rack_session) {
+            rack.agent_change_count += 1;
+            rack.sessions_by_stream.insert(relay.stream, session.clone());
         }
     }
 
     pub fn end_agent_session(&mut self, relay: &RackRelay) {
-        if let Some(rack) = self.by_session(relay.rack_session) {
-            rack.changes += 1;
-            rack.agents.remove(&relay.stream);
+        if let Some(rack) = self.find_by_session(relay.rack_session) {
+            rack.agent_change_count += 1;
+            rack.sessions_by_stream.remove(&relay.stream);
         }
     }
 
     pub fn on_agent_replaced(&mut self, rack: &str) {
         if let Some(rack) = self.by_name.get_mut(rack) {
-            rack.changes += 1;
+            rack.agent_change_count += 1;
         }
     }
 
     /// Returns the interval of each agent's full reports, such that the sum of their rates is within the limit.
     fn detail_interval(&self) -> Duration {
-        let agents: usize = self.by_name.values().map(|rack| rack.agents.len()).sum();
-        Duration::from_secs((agents / WHOLE_REPORTS_PER_SECOND) as u64)
+        let agent_count: usize = self.by_name.values().map(|rack| rack.sessions_by_stream.len()).sum();
+        Duration::from_secs((agent_count / MAX_FULL_REPORTS_PER_SECOND) as u64)
     }
 }
 
 impl Controller {
     pub(super) fn rack_status(&self, now: Now) -> Vec<RackStatus> {
-        let mut connected = self.racks.by_name.iter().filter(|(_, rack)| rack.session.is_some()).peekable();
-        if connected.peek().is_none() {
+        let mut connected_racks = self.racks.by_name.iter().filter(|(_, rack)| rack.session.is_some()).peekable();
+        if connected_racks.peek().is_none() {
             return Vec::new();
         }
         let permitted_servers = self.fleet.servers_by_rack();
-        let of_rack = |(name, rack): (&String, &Rack)| {
-            let mut servers: Vec<String> = rack.agents.values().map(|session| session.server().to_owned()).collect();
+        let status_of_rack = |(name, rack): (&String, &Rack)| {
+            let mut server_names: Vec<String> =
+                rack.sessions_by_stream.values().map(|session| session.server().to_owned()).collect();
             // Sorted, because agents connect in any order.
-            servers.sort_unstable();
+            server_names.sort_unstable();
             RackStatus {
                 name: name.clone(),
                 version: rack.version.clone(),
                 age_ms: now.monotonic.saturating_sub(rack.last_message_at).as_millis() as u32,
-                servers,
-                permitted_servers: permitted_servers.count_of_rack(name),
+                servers: server_names,
+                permitted_servers: permitted_servers.server_count_of_rack(name),
             }
         };
-        connected.map(of_rack).collect()
+        connected_racks.map(status_of_rack).collect()
     }
 
     /// Fails if the fleet's document does not allow a rack with this name.
     fn check_rack(&self, name: &str) -> Result<(), Rejection> {
-        let is_known = self.fleet.racks.as_ref().is_none_or(|racks| racks.contains(name));
-        if is_known { Ok(()) } else { Err(Rejection::UnknownRack(name.to_owned())) }
+        let is_allowed = self.fleet.racks.as_ref().is_none_or(|racks| racks.contains(name));
+        if is_allowed { Ok(()) } else { Err(Rejection::UnknownRack(name.to_owned())) }
     }
 
     /// Fails if the agent may not report for the server through its rack. A direct agent proves its identity by its
@@ -189,50 +190,54 @@ impl Controller {
         else {
             return Ok(());
         };
-        let racks = self.fleet.racks_of(id).into_iter().flatten().cloned().collect();
-        Err(Rejection::ForeignRack { server: self.fleet.servers[&id].name.clone(), rack: name.to_string(), racks })
+        let permitted_racks = self.fleet.allowed_racks_of(id).into_iter().flatten().cloned().collect();
+        Err(Rejection::ForeignRack {
+            server: self.fleet.servers[&id].name.clone(),
+            rack: name.to_string(),
+            racks: permitted_racks,
+        })
     }
 
     /// Registers a rack and returns its session. Fails if a rack of this name is connected and has reported recently,
     /// or the fleet's document does not list the rack.
     pub fn register_rack(&mut self, name: &str, version: &str, now: Now) -> Result<u64, Rejection> {
-        let known = self.check_rack(name);
-        self.count(known)?;
+        let rack_check = self.check_rack(name);
+        self.count_rejection(rack_check)?;
         let racks = &mut self.racks;
         if let Some(live) = racks.by_name.get(name).filter(|rack| rack.session.is_some()) {
             let since_last_message = now.monotonic.saturating_sub(live.last_message_at);
             if since_last_message <= LOAD_BALANCER_TIMEOUT {
-                let refused = Rejection::DuplicateRack { name: name.to_owned(), since_last_message };
-                return self.count(Err(refused));
+                let rejection = Rejection::DuplicateRack { name: name.to_owned(), since_last_message };
+                return self.count_rejection(Err(rejection));
             }
         }
-        racks.by_name.retain(|_, rack| rack.session.is_some() || rack.fresh_summaries(now).next().is_some());
-        racks.last_session += 1;
-        let old = racks.by_name.remove(name);
-        let summaries = old.map(|old| old.summaries).unwrap_or_default();
+        racks.by_name.retain(|_, rack| rack.session.is_some() || rack.valid_summaries(now).next().is_some());
+        racks.last_session_number += 1;
+        let old_rack = racks.by_name.remove(name);
+        let summaries = old_rack.map(|old| old.summaries_by_service).unwrap_or_default();
         let rack = Rack {
-            session: Some(racks.last_session),
+            session: Some(racks.last_session_number),
             version: version.to_owned(),
             last_message_at: now.monotonic,
-            agents: BTreeMap::new(),
-            changes: 0,
-            summaries,
+            sessions_by_stream: BTreeMap::new(),
+            agent_change_count: 0,
+            summaries_by_service: summaries,
         };
         racks.by_name.insert(name.to_owned(), rack);
-        Ok(racks.last_session)
+        Ok(racks.last_session_number)
     }
 
     /// Ends a rack's session. The rack's summaries remain valid until they expire.
     pub fn disconnect_rack(&mut self, session: u64) {
-        if let Some(rack) = self.racks.by_session(session) {
+        if let Some(rack) = self.racks.find_by_session(session) {
             rack.session = None;
-            rack.agents.clear();
+            rack.sessions_by_stream.clear();
         }
     }
 
     /// Records the time at which a rack has sent a message.
     pub fn record_rack_message(&mut self, session: u64, now: Now) {
-        if let Some(rack) = self.racks.by_session(session) {
+        if let Some(rack) = self.racks.find_by_session(session) {
             rack.last_message_at = now.monotonic;
         }
     }
@@ -245,43 +250,44 @@ impl Controller {
         messages: &[v1::RackSummary],
         now: Now,
     ) -> Result<(), SummaryRejection> {
-        let Some((_, rack)) = self.racks.connected(session) else { return Ok(()) };
-        let mut own: Vec<ServerId> = self.agent_streams(rack).map(|(_, id)| id).collect();
-        own.sort_unstable();
-        let mut summaries = BTreeMap::new();
+        let Some((_, rack)) = self.racks.connected_rack(session) else { return Ok(()) };
+        let mut own_servers: Vec<ServerId> = self.agent_streams(rack).map(|(_, id)| id).collect();
+        own_servers.sort_unstable();
+        let mut new_summaries = BTreeMap::new();
         for message in messages {
             let (service, mut summary) = parse_summary(message)?;
             // The rack has not noticed yet that this agent disconnected.
-            if !self.positions.contains_key(&service) {
+            if !self.positions_by_index.contains_key(&service) {
                 continue;
             }
-            for list in &mut summary.lists {
+            for list in &mut summary.candidate_lists {
                 list.key = self.rss_keys.intern(list.key.clone());
             }
-            if let Some(foreign) = summary.servers.iter().find(|server| own.binary_search(&server.id).is_err()) {
+            if let Some(foreign) = summary.servers.iter().find(|server| own_servers.binary_search(&server.id).is_err())
+            {
                 return Err(SummaryRejection::ForeignServer(foreign.id));
             }
-            summaries.insert(service, Arc::new(summary));
+            new_summaries.insert(service, Arc::new(summary));
         }
-        let fresh_until = now.monotonic + SUMMARY_VALID_INTERVALS * self.fleet.report_interval;
-        if let Some(rack) = self.racks.by_session(session) {
-            rack.summaries.retain(|_, relayed| relayed.is_valid(now));
-            let relayed = |(service, summary): (&ServiceIndex, &Arc<RackSummary>)| {
-                (*service, ReceivedSummary { summary: summary.clone(), fresh_until })
+        let expires_at = now.monotonic + SUMMARY_VALIDITY_INTERVALS * self.fleet.report_interval;
+        if let Some(rack) = self.racks.find_by_session(session) {
+            rack.summaries_by_service.retain(|_, relayed| relayed.is_valid(now));
+            let newly_relayed = |(service, summary): (&ServiceIndex, &Arc<RackSummary>)| {
+                (*service, ReceivedSummary { summary: summary.clone(), expires_at })
             };
-            rack.summaries.extend(summaries.iter().map(relayed));
+            rack.summaries_by_service.extend(new_summaries.iter().map(newly_relayed));
         }
-        for (service, summary) in &summaries {
+        for (service, summary) in &new_summaries {
             self.on_relayed_loads(*service, summary, now);
         }
         Ok(())
     }
 
     pub fn rack_config_version(&self, session: u64) -> RackConfigVersion {
-        let own_version = self.racks.connected(session).map_or(0, |(_, rack)| rack.changes);
+        let rack_version = self.racks.connected_rack(session).map_or(0, |(_, rack)| rack.agent_change_count);
         RackConfigVersion {
             all_racks_version: self.racks.changes,
-            own_version,
+            rack_version,
             detail_interval: self.racks.detail_interval(),
         }
     }
@@ -289,44 +295,49 @@ impl Controller {
     /// Returns a rack's configuration; `None`: the rack is disconnected. Fails if the fleet's document lists racks, but
     /// not this one.
     pub fn rack_configuration(&self, session: u64, now: Now) -> Result<Option<RackConfiguration>, Rejection> {
-        let Some((name, rack)) = self.racks.connected(session) else { return Ok(None) };
+        let Some((name, rack)) = self.racks.connected_rack(session) else { return Ok(None) };
         self.check_rack(name)?;
-        let server = |(stream_number, id): (u64, ServerId)| {
-            let server = &self.fleet.servers[&id];
-            RackServer { stream_number, id, weight: server.weight, capacity: server.capacity }
+        let rack_server = |(stream_number, id): (u64, ServerId)| {
+            let fleet_server = &self.fleet.servers[&id];
+            RackServer { stream_number, id, weight: fleet_server.weight, capacity: fleet_server.capacity }
         };
-        let servers: Vec<RackServer> = self.agent_streams(rack).map(server).collect();
-        let services = self.services.iter().map(|service| self.rack_service(service, &servers, now));
+        let servers: Vec<RackServer> = self.agent_streams(rack).map(rack_server).collect();
+        let rack_services = self.services.iter().map(|service| self.rack_service(service, &servers, now));
         Ok(Some(RackConfiguration {
             report_interval: self.fleet.report_interval,
             detail_interval: self.racks.detail_interval(),
-            alpha: self.fleet.alpha,
-            services: services.filter(|service| !service.members.is_empty()).collect(),
+            alpha: self.fleet.load_ewma_alpha,
+            services: rack_services.filter(|service| !service.members.is_empty()).collect(),
             servers,
         }))
     }
 
     /// Returns the streams of a rack's agents, and their servers, without servers that have a newer agent elsewhere.
     fn agent_streams<'a>(&'a self, rack: &'a Rack) -> impl Iterator<Item = (u64, ServerId)> + 'a {
-        rack.agents.iter().filter_map(|(stream, session)| {
+        rack.sessions_by_stream.iter().filter_map(|(stream, session)| {
             let id = self.fleet.server_id(session.server())?;
             (self.agent_session(id) == Some(session.number())).then_some((*stream, id))
         })
     }
 
     fn rack_service(&self, service: &Service, servers: &[RackServer], now: Now) -> RackService {
-        let fleet = service.fleet();
-        let member = |server: &RackServer| RackMember {
+        let fleet_service = service.fleet();
+        let rack_member = |server: &RackServer| RackMember {
             id: server.id,
             is_eligible: self.takes_connections(service, server.id, now),
-            has_full_share: service.ramp(server.id, now) >= 1.0 && !self.share_limiter.is_limited(server.id),
+            has_full_share: service.slow_start_fraction(server.id, now) >= 1.0
+                && !self.share_limiter.is_limited(server.id),
         };
         RackService {
-            index: fleet.index,
-            policy: fleet.policy.to_owned(),
-            bucket_count: fleet.buckets,
-            places_requests: places_requests(fleet),
-            members: servers.iter().filter(|server| fleet.members.contains_key(&server.id)).map(member).collect(),
+            index: fleet_service.index,
+            policy: fleet_service.policy.to_owned(),
+            bucket_count: fleet_service.buckets,
+            places_each_datagram: places_each_datagram(fleet_service),
+            members: servers
+                .iter()
+                .filter(|server| fleet_service.members.contains_key(&server.id))
+                .map(rack_member)
+                .collect(),
         }
     }
 }

@@ -2,13 +2,13 @@
 
 use std::time::Duration;
 
-use coreward_model::load::ReadingsRejection;
+use coreward_model::load::RejectedReadings;
 use coreward_wire::ReportError;
 
 use super::token_bucket::Quota;
 
 /// Maximum time by which a report may be ahead of the controller's wall clock without a warning: the worst case of NTP.
-pub const CLOCK_TOLERANCE: Duration = Duration::from_secs(1);
+pub const MAX_CLOCK_LEAD: Duration = Duration::from_secs(1);
 
 /// Limit of the rate of registrations under one name, as a daemon may restart again and again.
 pub const REGISTRATION_QUOTA: Quota = Quota { interval: Duration::from_secs(1), burst: 30 };
@@ -79,14 +79,14 @@ pub enum Rejection {
     #[error("load balancer {0:?} is one more than {MAX_LOAD_BALANCERS}: expected fewer, or older ones to be forgotten")]
     TooManyLoadBalancers(String),
     #[error(transparent)]
-    Readings(#[from] ReadingsRejection),
+    Readings(#[from] RejectedReadings),
     #[error(transparent)]
     Malformed(#[from] ReportError),
 }
 
 impl Rejection {
     /// All results of [`Rejection::counter_name`]. They are names of counters in `coreward status`.
-    pub const REASONS: [&'static str; 18] = [
+    pub const COUNTER_NAMES: [&'static str; 18] = [
         "unknown_server",
         "duplicate_session",
         "duplicate_load_balancer",
@@ -118,11 +118,11 @@ impl Rejection {
             Rejection::UnknownLoadBalancer(_) => "unknown_load_balancer",
             Rejection::ForeignRack { .. } => "foreign_rack",
             Rejection::Superseded(_) => "superseded",
-            Rejection::Readings(ReadingsRejection::OutOfOrder { .. }) => "out_of_order",
-            Rejection::Readings(ReadingsRejection::ClockStalled { .. }) => "clock_stalled",
-            Rejection::Readings(ReadingsRejection::NoCores) => "no_cores",
+            Rejection::Readings(RejectedReadings::OutOfOrder { .. }) => "out_of_order",
+            Rejection::Readings(RejectedReadings::ClockStalled { .. }) => "clock_stalled",
+            Rejection::Readings(RejectedReadings::NoCores) => "no_cores",
             Rejection::Malformed(ReportError::Rss(_)) => "malformed_rss",
-            Rejection::Readings(ReadingsRejection::ImpossibleLoad { .. }) => "impossible_load",
+            Rejection::Readings(RejectedReadings::ImpossibleLoad { .. }) => "impossible_load",
             Rejection::Malformed(ReportError::TimeToLive(_)) => "time_to_live",
             Rejection::Malformed(ReportError::TooLarge { .. }) => "too_large",
             Rejection::TooManyReports(_) => "too_often",

@@ -46,8 +46,8 @@ pub enum RotationError {
     },
 }
 
-fn list_with_verb(who: &[String]) -> String {
-    format!("{} {}", who.join(", "), if who.len() == 1 { "has" } else { "have" })
+fn list_with_verb(names: &[String]) -> String {
+    format!("{} {}", names.join(", "), if names.len() == 1 { "has" } else { "have" })
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -74,15 +74,15 @@ impl Controller {
     /// Returns the step that is due without a command: the switch once all peers have the next key, or the beginning of
     /// a scheduled rotation. The error is the reason why the scheduled rotation cannot begin.
     pub fn due_key_step(&self, now: Now) -> Result<Option<KeyStep>, RotationError> {
-        let ring = &self.fleet.key_ring;
-        match ring.phase {
+        let key_ring = &self.fleet.key_ring;
+        match key_ring.phase {
             KeyPhase::Announced { forced } => {
                 Ok(self.unconfirmed_peers(forced, now).is_empty().then_some(KeyStep::Switch))
             }
             KeyPhase::Steady => {
-                let age = now.record.saturating_sub(ring.current_since);
-                let due = self.fleet.key_rotation.is_some_and(|interval| age >= interval);
-                if due { self.announce_step(false, now).map(Some) } else { Ok(None) }
+                let key_age = now.record.saturating_sub(key_ring.current_since);
+                let is_rotation_due = self.fleet.key_rotation.is_some_and(|interval| key_age >= interval);
+                if is_rotation_due { self.announce_step(false, now).map(Some) } else { Ok(None) }
             }
         }
     }
@@ -90,51 +90,51 @@ impl Controller {
     /// Returns the first step of a rotation that the operator requests. Fails if a rotation is in progress, or would
     /// break connections and `force` is not set.
     pub fn requested_key_step(&self, force: bool, now: Now) -> Result<KeyStep, RotationError> {
-        let ring = &self.fleet.key_ring;
-        if ring.phase == KeyPhase::Steady {
+        let key_ring = &self.fleet.key_ring;
+        if key_ring.phase == KeyPhase::Steady {
             return self.announce_step(force, now);
         }
-        let who = self.unconfirmed_peers(force, now);
-        if who.is_empty() {
+        let unconfirmed_peers = self.unconfirmed_peers(force, now);
+        if unconfirmed_peers.is_empty() {
             return Ok(KeyStep::Switch);
         }
         // Connected peers will confirm; a forced rotation does not wait for the rest.
-        if force && ring.phase == (KeyPhase::Announced { forced: false }) {
+        if force && key_ring.phase == (KeyPhase::Announced { forced: false }) {
             return Ok(KeyStep::Announce { forced: true });
         }
-        Err(RotationError::UnderWay { peers: who, generation: ring.generation })
+        Err(RotationError::UnderWay { peers: unconfirmed_peers, generation: key_ring.generation })
     }
 
     fn announce_step(&self, force: bool, now: Now) -> Result<KeyStep, RotationError> {
-        let ring = &self.fleet.key_ring;
-        let age = now.record.saturating_sub(ring.current_since);
-        let expected = self.fleet.max_connection_lifetime;
-        if age < expected && !force {
-            return Err(RotationError::KeyTooYoung { age, expected });
+        let key_ring = &self.fleet.key_ring;
+        let key_age = now.record.saturating_sub(key_ring.current_since);
+        let required_age = self.fleet.max_connection_lifetime;
+        if key_age < required_age && !force {
+            return Err(RotationError::KeyTooYoung { age: key_age, expected: required_age });
         }
-        let who = self.unconfirmed_peers(force, now);
-        if who.is_empty() {
+        let unconfirmed_peers = self.unconfirmed_peers(force, now);
+        if unconfirmed_peers.is_empty() {
             Ok(KeyStep::Announce { forced: force })
         } else {
-            Err(RotationError::Unconfirmed { peers: who, generation: ring.generation })
+            Err(RotationError::Unconfirmed { peers: unconfirmed_peers, generation: key_ring.generation })
         }
     }
 
     /// Returns the peers that have not confirmed the keys in force: load balancers on record, then agents of servers
     /// that stamp cookies.
     fn unconfirmed_peers(&self, connected_only: bool, now: Now) -> Vec<String> {
-        let agent = |(id, server)| self.unconfirmed_agent(id, server, connected_only, now);
-        let agents = self.servers_after(None).filter_map(agent);
-        self.unconfirmed_load_balancers(connected_only, now).chain(agents).collect()
+        let unconfirmed_agent = |(id, server)| self.unconfirmed_agent(id, server, connected_only, now);
+        let unconfirmed_agents = self.servers_after(None).filter_map(unconfirmed_agent);
+        self.unconfirmed_load_balancers(connected_only, now).chain(unconfirmed_agents).collect()
     }
 
     fn unconfirmed_load_balancers(&self, connected_only: bool, now: Now) -> impl Iterator<Item = String> {
-        let generation = self.fleet.key_ring.generation;
-        let waited_for = move |balancer: &LoadBalancer| {
-            balancer.confirmed_generation < generation && (balancer.is_alive(now) || !connected_only)
+        let key_generation = self.fleet.key_ring.generation;
+        let is_waited_for = move |balancer: &LoadBalancer| {
+            balancer.confirmed_generation < key_generation && (balancer.is_alive(now) || !connected_only)
         };
-        let unconfirmed = self.load_balancers.iter().filter(move |(_, balancer)| waited_for(balancer));
-        unconfirmed.map(|(name, _)| format!("load balancer {name}"))
+        let unconfirmed_balancers = self.load_balancers.iter().filter(move |(_, balancer)| is_waited_for(balancer));
+        unconfirmed_balancers.map(|(name, _)| format!("load balancer {name}"))
     }
 
     /// Returns a description of the server's agent if it has not confirmed the keys. After the controller's start every
@@ -146,41 +146,41 @@ impl Controller {
         {
             return None;
         }
-        let starting = now.monotonic < START_GRACE;
-        let connected = agent.is_some_and(|agent| agent.session.is_some()) || starting;
-        let waited_for = connected || !(connected_only || server.admin_state == AdminState::Left);
-        waited_for.then(|| format!("the agent of {}", server.name))
+        let is_starting = now.monotonic < START_GRACE;
+        let is_connected = agent.is_some_and(|agent| agent.session.is_some()) || is_starting;
+        let is_waited_for = is_connected || !(connected_only || server.admin_state == AdminState::Left);
+        is_waited_for.then(|| format!("the agent of {}", server.name))
     }
 
     /// Returns the time since which the present key has been in force, by the wall clock (s since 1970), for display.
-    fn shown_key_since(&self, now: Now) -> u64 {
-        let age = now.record.saturating_sub(self.fleet.key_ring.current_since);
-        now.wall.saturating_sub(age).as_secs()
+    fn key_since_unix_s(&self, now: Now) -> u64 {
+        let key_age = now.record.saturating_sub(self.fleet.key_ring.current_since);
+        now.wall.saturating_sub(key_age).as_secs()
     }
 
     /// Returns the state of the keys. Its `waiting_for` lists load balancers only; [`Controller::agent_delaying_keys`]
     /// returns agents.
     pub fn keys_summary(&self, now: Now) -> Keys {
-        let ring = &self.fleet.key_ring;
+        let key_ring = &self.fleet.key_ring;
         Keys {
-            current: ring.keys.current.get() as u32,
-            current_since_unix_s: self.shown_key_since(now),
-            phase: match ring.phase {
+            current: key_ring.keys.current.get() as u32,
+            current_since_unix_s: self.key_since_unix_s(now),
+            phase: match key_ring.phase {
                 KeyPhase::Steady => ShownPhase::Steady,
                 KeyPhase::Announced { .. } => ShownPhase::Announced,
             },
-            generation: ring.generation,
-            waiting_for: self.unconfirmed_load_balancers(self.keys_skip_disconnected(), now).collect(),
+            generation: key_ring.generation,
+            waiting_for: self.unconfirmed_load_balancers(self.is_announcement_forced(), now).collect(),
             shortest_life_s: self.fleet.max_connection_lifetime.as_secs(),
             rotation_interval_s: self.fleet.key_rotation.map_or(0, |interval| interval.as_secs()),
         }
     }
 
-    pub fn keys_wait_for(&self, id: ServerId, server: &FleetServer, now: Now) -> Option<String> {
-        self.unconfirmed_agent(id, server, self.keys_skip_disconnected(), now)
+    pub fn agent_delaying_keys(&self, id: ServerId, server: &FleetServer, now: Now) -> Option<String> {
+        self.unconfirmed_agent(id, server, self.is_announcement_forced(), now)
     }
 
-    fn keys_skip_disconnected(&self) -> bool {
+    fn is_announcement_forced(&self) -> bool {
         self.fleet.key_ring.phase == (KeyPhase::Announced { forced: true })
     }
 
@@ -189,7 +189,7 @@ impl Controller {
     pub fn keys(&self, now: Now) -> Keys {
         let mut keys = self.keys_summary(now);
         keys.waiting_for
-            .extend(self.servers_after(None).filter_map(|(id, server)| self.keys_wait_for(id, server, now)));
+            .extend(self.servers_after(None).filter_map(|(id, server)| self.agent_delaying_keys(id, server, now)));
         keys
     }
 }

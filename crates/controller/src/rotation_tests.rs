@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use coreward_api::types::KeyPhase as ShownPhase;
 use coreward_config::Source;
-use coreward_model::cookie::FleetKeys;
+use coreward_model::cookie::FleetCookieKeys;
 use coreward_model::rss::seeded_rng;
 use coreward_wire::{Report, v1};
 use proptest::prelude::*;
@@ -20,10 +20,10 @@ use coreward_fleet::key_ring::KeyPhase;
 use coreward_fleet::records::Records;
 
 const SERVER_COUNT: usize = 3;
-const RETIRE_AFTER: Duration = Duration::from_secs(1000);
+const MAX_CONNECTION_LIFETIME: Duration = Duration::from_secs(1000);
 
-fn config(more: &str, service: &str) -> FleetConfig {
-    let mut text = format!("max_connection_lifetime = \"1000s\"\n{more}");
+fn fleet_config(additional_keys: &str, service: &str) -> FleetConfig {
+    let mut text = format!("max_connection_lifetime = \"1000s\"\n{additional_keys}");
     for n in 0..SERVER_COUNT {
         text += &format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{}\"\nid = {n}\n", n + 1);
     }
@@ -33,34 +33,34 @@ fn config(more: &str, service: &str) -> FleetConfig {
 
 /// Load balancer or agent. The state of its data plane outlives its stream.
 struct Peer<S> {
-    keys: Option<FleetKeys>,
+    keys_in_force: Option<FleetCookieKeys>,
     stream: Option<Stream<S>>,
 }
 
 struct Stream<S> {
     session: S,
     /// Configurations that have been sent, but not received yet: generation and keys.
-    inbox: VecDeque<(u64, FleetKeys)>,
+    undelivered_configurations: VecDeque<(u64, FleetCookieKeys)>,
     confirmed_generation: u64,
 }
 
 impl<S> Peer<S> {
     fn new() -> Self {
-        Self { keys: None, stream: None }
+        Self { keys_in_force: None, stream: None }
     }
 
-    fn receive(&mut self) {
+    fn receive_configuration(&mut self) {
         if let Some(stream) = &mut self.stream
-            && let Some((generation, keys)) = stream.inbox.pop_front()
+            && let Some((generation, keys)) = stream.undelivered_configurations.pop_front()
         {
             stream.confirmed_generation = generation;
-            self.keys = Some(keys);
+            self.keys_in_force = Some(keys);
         }
     }
 
-    fn send(&mut self, configuration: (u64, FleetKeys)) {
+    fn send_configuration(&mut self, configuration: (u64, FleetCookieKeys)) {
         if let Some(stream) = &mut self.stream {
-            stream.inbox.push_back(configuration);
+            stream.undelivered_configurations.push_back(configuration);
         }
     }
 }
@@ -70,10 +70,10 @@ struct Harness {
     records: Records,
     controller: Controller,
     now: Duration,
-    balancers: Vec<Peer<u64>>,
+    load_balancers: Vec<Peer<u64>>,
     agents: Vec<Peer<Session>>,
     sequence: u64,
-    rotations: u64,
+    rotation_count: u64,
 }
 
 impl Harness {
@@ -82,57 +82,66 @@ impl Harness {
         records.apply(&config, Duration::ZERO, &mut seeded_rng(6, 0)).unwrap();
         let controller = Controller::new(Fleet::new(&config, &records));
         let agents = (0..SERVER_COUNT).map(|_| Peer::new()).collect();
-        let balancers = vec![Peer::new(), Peer::new()];
-        Self { config, records, controller, now: Duration::ZERO, balancers, agents, sequence: 0, rotations: 0 }
+        let load_balancers = vec![Peer::new(), Peer::new()];
+        Self {
+            config,
+            records,
+            controller,
+            now: Duration::ZERO,
+            load_balancers,
+            agents,
+            sequence: 0,
+            rotation_count: 0,
+        }
     }
 
     fn now(&self) -> Now {
         Now { monotonic: self.now, wall: self.now, record: self.now }
     }
 
-    fn newest(&self) -> (u64, FleetKeys) {
+    fn newest_keys(&self) -> (u64, FleetCookieKeys) {
         (self.records.generation, self.records.key_ring.keys)
     }
 
     /// Puts the records in force, and sends the new configuration to all connected peers, which receive it later.
-    fn configure(&mut self) {
+    fn configure_and_send(&mut self) {
         self.records.generation += 1;
         self.controller.configure(Fleet::new(&self.config, &self.records));
-        let newest = self.newest();
-        self.balancers.iter_mut().for_each(|balancer| balancer.send(newest));
-        self.agents.iter_mut().for_each(|agent| agent.send(newest));
+        let newest_keys = self.newest_keys();
+        self.load_balancers.iter_mut().for_each(|balancer| balancer.send_configuration(newest_keys));
+        self.agents.iter_mut().for_each(|agent| agent.send_configuration(newest_keys));
     }
 
-    fn step(&mut self, step: KeyStep) {
-        let (generation, random) = (self.records.generation + 1, &mut seeded_rng(self.rotations, 9));
+    fn take_key_step(&mut self, step: KeyStep) {
+        let (generation, random) = (self.records.generation + 1, &mut seeded_rng(self.rotation_count, 9));
         match step {
             KeyStep::Announce { forced } => {
-                self.rotations += u64::from(self.records.key_ring.phase == KeyPhase::Steady);
-                self.records.key_ring.announce(forced, generation, random);
+                self.rotation_count += u64::from(self.records.key_ring.phase == KeyPhase::Steady);
+                self.records.key_ring.announce_next_key(forced, generation, random);
             }
-            KeyStep::Switch => self.records.key_ring.switch(self.now, generation),
+            KeyStep::Switch => self.records.key_ring.switch_to_next_key(self.now, generation),
         }
-        self.configure();
+        self.configure_and_send();
     }
 
     fn connect_balancer(&mut self, n: usize) {
-        if self.balancers[n].stream.is_some() {
+        if self.load_balancers[n].stream.is_some() {
             return;
         }
         let name = format!("lb{n}");
         let session = self.controller.register_load_balancer(&name, self.now()).unwrap();
-        let inbox = VecDeque::new();
-        self.balancers[n].stream = Some(Stream { session, inbox, confirmed_generation: 0 });
+        let undelivered_configurations = VecDeque::new();
+        self.load_balancers[n].stream = Some(Stream { session, undelivered_configurations, confirmed_generation: 0 });
         if self.records.register_load_balancer(&name, None) {
-            self.configure();
+            self.configure_and_send();
         } else {
-            let newest = self.newest();
-            self.balancers[n].send(newest);
+            let newest_keys = self.newest_keys();
+            self.load_balancers[n].send_configuration(newest_keys);
         }
     }
 
     fn disconnect_balancer(&mut self, n: usize) {
-        if let Some(stream) = self.balancers[n].stream.take() {
+        if let Some(stream) = self.load_balancers[n].stream.take() {
             self.controller.load_balancers.disconnect(stream.session, self.now());
             self.records.record_disconnect(&format!("lb{n}"), self.now);
         }
@@ -143,8 +152,8 @@ impl Harness {
             return;
         }
         let session = self.controller.register(&format!("s{n}"), "test", self.now()).unwrap();
-        let inbox = VecDeque::from([self.newest()]);
-        self.agents[n].stream = Some(Stream { session, inbox, confirmed_generation: 0 });
+        let undelivered_configurations = VecDeque::from([self.newest_keys()]);
+        self.agents[n].stream = Some(Stream { session, undelivered_configurations, confirmed_generation: 0 });
     }
 
     fn disconnect_agent(&mut self, n: usize) {
@@ -153,11 +162,11 @@ impl Harness {
         }
     }
 
-    fn confirm(&mut self) {
+    fn confirm_all(&mut self) {
         self.now += Duration::from_millis(100);
         self.sequence += 1;
         let now = self.now();
-        for balancer in &self.balancers {
+        for balancer in &self.load_balancers {
             if let Some(stream) = &balancer.stream {
                 let state = v1::LoadBalancerState {
                     configuration_generation: stream.confirmed_generation,
@@ -168,7 +177,7 @@ impl Harness {
         }
         for agent in &self.agents {
             if let Some(stream) = &agent.stream {
-                let report = report(self.sequence, now, stream.confirmed_generation);
+                let report = report_of(self.sequence, now, stream.confirmed_generation);
                 self.controller.report(&stream.session, Ok(report), now).unwrap();
             }
         }
@@ -176,86 +185,88 @@ impl Harness {
 
     /// Replaces the controller by a new one with the same records, and without connections.
     fn restart_controller(&mut self) {
-        (0..self.balancers.len()).for_each(|n| self.disconnect_balancer(n));
+        (0..self.load_balancers.len()).for_each(|n| self.disconnect_balancer(n));
         (0..SERVER_COUNT).for_each(|n| self.disconnect_agent(n));
         self.records.generation += 1;
         self.controller = Controller::new(Fleet::new(&self.config, &self.records));
     }
 
-    fn connect_all(&mut self) {
-        (0..self.balancers.len()).for_each(|n| self.connect_balancer(n));
+    fn connect_all_peers(&mut self) {
+        (0..self.load_balancers.len()).for_each(|n| self.connect_balancer(n));
         (0..SERVER_COUNT).for_each(|n| self.connect_agent(n));
     }
 
     /// Delivers and confirms all configurations, until none is left.
-    fn settle(&mut self) {
-        self.connect_all();
+    fn deliver_and_confirm_all(&mut self) {
+        self.connect_all_peers();
         for _ in 0..100 {
-            self.balancers.iter_mut().for_each(Peer::receive);
-            self.agents.iter_mut().for_each(Peer::receive);
+            self.load_balancers.iter_mut().for_each(Peer::receive_configuration);
+            self.agents.iter_mut().for_each(Peer::receive_configuration);
         }
-        self.confirm();
+        self.confirm_all();
     }
 
     /// Returns whether every load balancer that was ever configured has the keys of all stamps.
-    fn is_every_stamp_readable(&self) -> bool {
-        let stamps = self.agents.iter().filter_map(|agent| agent.keys).map(|keys| keys.current.get());
-        let stamping = self.agents.iter().filter_map(|agent| agent.keys).zip(stamps);
-        let holds = |balancer: &Peer<u64>, slot: usize, keys: &FleetKeys| {
-            balancer.keys.is_none_or(|held| held.keys[slot] == keys.keys[slot])
+    fn are_all_stamps_readable(&self) -> bool {
+        let stamping_slots = self.agents.iter().filter_map(|agent| agent.keys_in_force).map(|keys| keys.current.get());
+        let stamping_keys = self.agents.iter().filter_map(|agent| agent.keys_in_force).zip(stamping_slots);
+        let has_key = |balancer: &Peer<u64>, slot: usize, keys: &FleetCookieKeys| {
+            balancer.keys_in_force.is_none_or(|held| held.keys[slot] == keys.keys[slot])
         };
-        stamping.into_iter().all(|(keys, slot)| self.balancers.iter().all(|balancer| holds(balancer, slot, &keys)))
+        stamping_keys
+            .into_iter()
+            .all(|(keys, slot)| self.load_balancers.iter().all(|balancer| has_key(balancer, slot, &keys)))
     }
 
     fn apply_event(&mut self, event: u8, n: usize) {
-        let (balancer, agent) = (n % self.balancers.len(), n % SERVER_COUNT);
+        let (balancer, agent) = (n % self.load_balancers.len(), n % SERVER_COUNT);
         match event {
-            0..3 => self.balancers[balancer].receive(),
-            3..6 => self.agents[agent].receive(),
-            6..9 => self.confirm(),
+            0..3 => self.load_balancers[balancer].receive_configuration(),
+            3..6 => self.agents[agent].receive_configuration(),
+            6..9 => self.confirm_all(),
             9 => self.disconnect_balancer(balancer),
             10 => self.connect_balancer(balancer),
             11 => self.disconnect_agent(agent),
             12 => self.connect_agent(agent),
             13 => {
                 if let Ok(step) = self.controller.requested_key_step(false, self.now()) {
-                    self.step(step);
+                    self.take_key_step(step);
                 }
             }
             14 | 15 => {
                 if let Ok(Some(step)) = self.controller.due_key_step(self.now()) {
-                    self.step(step);
+                    self.take_key_step(step);
                 }
             }
-            16 => self.now += RETIRE_AFTER,
-            17 if self.balancers.len() < 4 => self.balancers.push(Peer::new()),
+            16 => self.now += MAX_CONNECTION_LIFETIME,
+            17 if self.load_balancers.len() < 4 => self.load_balancers.push(Peer::new()),
             18 if n.is_multiple_of(8) => self.restart_controller(),
-            _ => self.connect_all(),
+            _ => self.connect_all_peers(),
         }
     }
 }
 
-fn report(sequence: u64, now: Now, configuration_generation: u64) -> Report {
+fn report_of(sequence: u64, now: Now, configuration_generation: u64) -> Report {
     let time_to_live = Duration::from_millis(1);
     Report { time_to_live, configuration_generation, ..plain_report(sequence, now, &[0]) }
 }
 
 /// Returns a harness in which all peers are connected and have confirmed, and the key is old enough to rotate.
-fn settled_harness(more: &str, service: &str) -> Harness {
-    let mut harness = Harness::new(config(more, service));
-    harness.settle();
-    harness.now += RETIRE_AFTER;
+fn settled_harness(additional_keys: &str, service: &str) -> Harness {
+    let mut harness = Harness::new(fleet_config(additional_keys, service));
+    harness.deliver_and_confirm_all();
+    harness.now += MAX_CONNECTION_LIFETIME;
     harness
 }
 
 /// Returns a settled harness after a first rotation: a fleet's first keys need no confirmation.
-fn rotated(more: &str) -> Harness {
-    let mut harness = settled_harness(more, "");
-    harness.step(KeyStep::Announce { forced: false });
-    harness.settle();
-    harness.step(KeyStep::Switch);
-    harness.settle();
-    harness.now += RETIRE_AFTER;
+fn harness_after_rotation(additional_keys: &str) -> Harness {
+    let mut harness = settled_harness(additional_keys, "");
+    harness.take_key_step(KeyStep::Announce { forced: false });
+    harness.deliver_and_confirm_all();
+    harness.take_key_step(KeyStep::Switch);
+    harness.deliver_and_confirm_all();
+    harness.now += MAX_CONNECTION_LIFETIME;
     harness
 }
 
@@ -266,70 +277,70 @@ proptest! {
     fn no_server_stamps_with_a_key_that_a_load_balancer_lacks(
         events in prop::collection::vec((0u8..20, any::<u8>()), 1..400),
     ) {
-        let mut harness = Harness::new(config("key_rotation = \"1h\"\n", ""));
+        let mut harness = Harness::new(fleet_config("key_rotation = \"1h\"\n", ""));
         for (event, n) in events {
             harness.apply_event(event, n.into());
-            prop_assert!(harness.is_every_stamp_readable(), "after event {event} of {n}");
+            prop_assert!(harness.are_all_stamps_readable(), "after event {event} of {n}");
         }
         // A rotation completes when all peers are back.
-        let before = harness.rotations;
+        let previous_rotation_count = harness.rotation_count;
         for _ in 0..4 {
-            harness.settle();
-            prop_assert!(harness.is_every_stamp_readable());
-            harness.now += RETIRE_AFTER;
+            harness.deliver_and_confirm_all();
+            prop_assert!(harness.are_all_stamps_readable());
+            harness.now += MAX_CONNECTION_LIFETIME;
             if let Ok(step) = harness.controller.requested_key_step(false, harness.now()) {
-                harness.step(step);
+                harness.take_key_step(step);
             }
         }
-        prop_assert!(harness.rotations > before);
+        prop_assert!(harness.rotation_count > previous_rotation_count);
     }
 }
 
 #[test]
 fn rotation_has_two_phases_and_changes_the_stamping_key() {
     let mut harness = settled_harness("", "");
-    let first = harness.records.key_ring.clone();
-    let step = harness.controller.requested_key_step(false, harness.now()).unwrap();
-    assert_eq!(step, KeyStep::Announce { forced: false });
-    harness.step(step);
-    let announced = harness.records.key_ring.clone();
-    assert_eq!(announced.keys.keys[0], first.keys.keys[0]);
-    assert_ne!(announced.keys.keys[1], first.keys.keys[1]);
-    assert_eq!(announced.keys.current, first.keys.current);
+    let first_ring = harness.records.key_ring.clone();
+    let key_step = harness.controller.requested_key_step(false, harness.now()).unwrap();
+    assert_eq!(key_step, KeyStep::Announce { forced: false });
+    harness.take_key_step(key_step);
+    let announced_ring = harness.records.key_ring.clone();
+    assert_eq!(announced_ring.keys.keys[0], first_ring.keys.keys[0]);
+    assert_ne!(announced_ring.keys.keys[1], first_ring.keys.keys[1]);
+    assert_eq!(announced_ring.keys.current, first_ring.keys.current);
     assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None), "no daemon has confirmed it");
-    let status = harness.controller.keys(harness.now());
-    assert_eq!((status.phase, status.waiting_for.len()), (ShownPhase::Announced, 2 + SERVER_COUNT));
-    harness.settle();
+    let keys_status = harness.controller.keys(harness.now());
+    assert_eq!((keys_status.phase, keys_status.waiting_for.len()), (ShownPhase::Announced, 2 + SERVER_COUNT));
+    harness.deliver_and_confirm_all();
     assert_eq!(harness.controller.due_key_step(harness.now()), Ok(Some(KeyStep::Switch)));
-    harness.step(KeyStep::Switch);
-    let switched = harness.records.key_ring.clone();
-    assert_eq!((switched.keys.keys, switched.keys.current.get()), (announced.keys.keys, 1));
+    harness.take_key_step(KeyStep::Switch);
+    let switched_ring = harness.records.key_ring.clone();
+    assert_eq!((switched_ring.keys.keys, switched_ring.keys.current.get()), (announced_ring.keys.keys, 1));
     assert_eq!(harness.controller.keys(harness.now()).phase, ShownPhase::Steady);
-    assert!(harness.is_every_stamp_readable());
+    assert!(harness.are_all_stamps_readable());
 }
 
 #[test]
 fn rotation_survives_a_restart_in_both_phases() {
     let mut harness = settled_harness("", "");
-    harness.step(KeyStep::Announce { forced: false });
-    let announced = harness.records.key_ring.keys;
+    harness.take_key_step(KeyStep::Announce { forced: false });
+    let announced_keys = harness.records.key_ring.keys;
     harness.restart_controller();
     assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None));
-    harness.settle();
+    harness.deliver_and_confirm_all();
     harness.restart_controller();
     // This process does not have the confirmations of the previous one.
     assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None));
-    harness.settle();
-    let step = harness.controller.due_key_step(harness.now()).unwrap().unwrap();
-    harness.step(step);
+    harness.deliver_and_confirm_all();
+    let key_step = harness.controller.due_key_step(harness.now()).unwrap().unwrap();
+    harness.take_key_step(key_step);
     harness.restart_controller();
-    assert_eq!(harness.controller.fleet().key_ring.keys.keys, announced.keys);
+    assert_eq!(harness.controller.fleet().key_ring.keys.keys, announced_keys.keys);
     assert_eq!(harness.controller.fleet().key_ring.phase, KeyPhase::Steady);
 }
 
 #[test]
-fn missing_acknowledgements_are_named() {
-    let mut harness = rotated("");
+fn missing_confirmations_are_listed_by_name() {
+    let mut harness = harness_after_rotation("");
     harness.disconnect_balancer(1);
     harness.disconnect_agent(2);
     assert!(harness.controller.requested_key_step(false, harness.now()).is_ok());
@@ -337,13 +348,13 @@ fn missing_acknowledgements_are_named() {
     harness.connect_balancer(0);
     harness.connect_agent(0);
     harness.connect_agent(1);
-    (0..10).for_each(|_| harness.balancers[0].receive());
-    (0..2).for_each(|n| harness.agents[n].receive());
-    harness.confirm();
-    let refused = harness.controller.requested_key_step(false, harness.now()).unwrap_err();
+    (0..10).for_each(|_| harness.load_balancers[0].receive_configuration());
+    (0..2).for_each(|n| harness.agents[n].receive_configuration());
+    harness.confirm_all();
+    let rejection = harness.controller.requested_key_step(false, harness.now()).unwrap_err();
     let generation = harness.records.key_ring.generation;
     assert_eq!(
-        refused.to_string(),
+        rejection.to_string(),
         format!(
             "load balancer lb1, the agent of s2 have not confirmed configuration {generation}, which brought the keys \
              in \
@@ -353,13 +364,13 @@ fn missing_acknowledgements_are_named() {
     );
     assert_eq!(harness.controller.requested_key_step(true, harness.now()), Ok(KeyStep::Announce { forced: true }));
     // Forced later: the first attempt waits for the two.
-    harness.step(KeyStep::Announce { forced: false });
-    (0..10).for_each(|_| harness.balancers[0].receive());
-    (0..2).for_each(|n| (0..10).for_each(|_| harness.agents[n].receive()));
-    harness.confirm();
-    let refused = harness.controller.requested_key_step(false, harness.now()).unwrap_err();
-    assert!(matches!(&refused, RotationError::UnderWay { peers: who, .. } if who.len() == 2), "{refused}");
-    assert!(refused.to_string().starts_with("a rotation is under way: load balancer lb1, the agent of s2 have not"));
+    harness.take_key_step(KeyStep::Announce { forced: false });
+    (0..10).for_each(|_| harness.load_balancers[0].receive_configuration());
+    (0..2).for_each(|n| (0..10).for_each(|_| harness.agents[n].receive_configuration()));
+    harness.confirm_all();
+    let rejection = harness.controller.requested_key_step(false, harness.now()).unwrap_err();
+    assert!(matches!(&rejection, RotationError::UnderWay { peers: who, .. } if who.len() == 2), "{rejection}");
+    assert!(rejection.to_string().starts_with("a rotation is under way: load balancer lb1, the agent of s2 have not"));
     assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None));
     assert_eq!(harness.controller.requested_key_step(true, harness.now()), Ok(KeyStep::Switch));
 }
@@ -367,15 +378,15 @@ fn missing_acknowledgements_are_named() {
 #[test]
 fn young_key_is_not_rotated_without_force() {
     let mut harness = settled_harness("", "");
-    harness.step(KeyStep::Announce { forced: false });
-    harness.settle();
-    harness.step(KeyStep::Switch);
-    harness.settle();
+    harness.take_key_step(KeyStep::Announce { forced: false });
+    harness.deliver_and_confirm_all();
+    harness.take_key_step(KeyStep::Switch);
+    harness.deliver_and_confirm_all();
     harness.now += Duration::from_secs(100);
-    let refused = harness.controller.requested_key_step(false, harness.now()).unwrap_err();
-    assert!(matches!(refused, RotationError::KeyTooYoung { expected: RETIRE_AFTER, .. }));
+    let rejection = harness.controller.requested_key_step(false, harness.now()).unwrap_err();
+    assert!(matches!(rejection, RotationError::KeyTooYoung { expected: MAX_CONNECTION_LIFETIME, .. }));
     assert_eq!(
-        refused.to_string(),
+        rejection.to_string(),
         "the key in force is 100 s old: expected at least 1000 s (`max_connection_lifetime`), as connections that have \
          been \
          silent since before it would break (--force does it all the same)"
@@ -384,8 +395,8 @@ fn young_key_is_not_rotated_without_force() {
 }
 
 #[test]
-fn schedule_begins_a_rotation() {
-    let mut harness = rotated("key_rotation = \"1h\"\n");
+fn scheduled_rotation_begins_when_due() {
+    let mut harness = harness_after_rotation("key_rotation = \"1h\"\n");
     assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None), "1000 s are no hour");
     harness.now += Duration::from_secs(2600);
     assert_eq!(harness.controller.due_key_step(harness.now()), Ok(Some(KeyStep::Announce { forced: false })));
@@ -395,21 +406,21 @@ fn schedule_begins_a_rotation() {
 
 #[test]
 fn rotation_does_not_wait_for_servers_that_do_not_stamp() {
-    let mut harness = Harness::new(config("", "timestamps = \"off\"\n"));
+    let mut harness = Harness::new(fleet_config("", "timestamps = \"off\"\n"));
     harness.connect_balancer(0);
-    harness.balancers[0].receive();
-    harness.now += RETIRE_AFTER;
-    harness.confirm();
+    harness.load_balancers[0].receive_configuration();
+    harness.now += MAX_CONNECTION_LIFETIME;
+    harness.confirm_all();
     assert_eq!(harness.controller.requested_key_step(false, harness.now()), Ok(KeyStep::Announce { forced: false }));
 }
 
 #[test]
 fn forced_rotation_waits_for_daemons_of_a_new_controller() {
-    let mut harness = rotated("");
-    harness.step(KeyStep::Announce { forced: true });
+    let mut harness = harness_after_rotation("");
+    harness.take_key_step(KeyStep::Announce { forced: true });
     harness.restart_controller();
-    let started =
+    let started_step =
         |seconds: u64| Now { monotonic: Duration::from_secs(seconds), wall: harness.now, record: harness.now };
-    assert_eq!(harness.controller.due_key_step(started(4)), Ok(None));
-    assert_eq!(harness.controller.due_key_step(started(5)), Ok(Some(KeyStep::Switch)));
+    assert_eq!(harness.controller.due_key_step(started_step(4)), Ok(None));
+    assert_eq!(harness.controller.due_key_step(started_step(5)), Ok(Some(KeyStep::Switch)));
 }

@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use coreward_model::rss::RssKey;
 
 /// Maximum number of keys. A fleet has a few, but an agent that always reports new keys must not exhaust the memory.
-const MAX_KEYS: usize = 256;
+const MAX_INTERNED_KEYS: usize = 256;
 
 /// RSS keys that were reported recently. Equal keys share their memory.
 #[derive(Debug, Default)]
@@ -17,7 +17,7 @@ impl RssKeys {
         if let Some(known) = self.0.get(&key) {
             return known.clone();
         }
-        if self.0.len() == MAX_KEYS {
+        if self.0.len() == MAX_INTERNED_KEYS {
             self.0.clear();
         }
         self.0.insert(key.clone());

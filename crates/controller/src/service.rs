@@ -15,7 +15,7 @@ use coreward_model::tuple::Protocol;
 
 use super::dirty_set::DirtySet;
 use super::input_fingerprints::{InputFingerprints, Shard};
-use super::{NewTable, Now, policy_of};
+use super::{NewTable, Now, create_policy};
 use coreward_fleet::fleet::FleetService;
 
 /// Fraction of a full share at the beginning of a slow start. With 0, a pool of new servers would have no share.
@@ -49,7 +49,7 @@ impl Eligibility {
 pub struct ServerStatus {
     pub state: ServerState,
     /// Time of the last change of the state, since the controller's start; `None`: before this process.
-    pub since: Option<Duration>,
+    pub state_since: Option<Duration>,
     pub eligibility: Eligibility,
     /// Time since which the server has been eligible, in the same form as `state_since`.
     eligible_since: Option<Duration>,
@@ -58,30 +58,30 @@ pub struct ServerStatus {
 pub struct Service {
     fleet: FleetService,
     policy: Box<dyn Policy>,
-    generation: u64,
-    newest_table: Option<(Arc<PlacementTable>, Duration)>,
-    statuses: BTreeMap<ServerId, ServerStatus>,
+    table_generation: u64,
+    newest_table_and_time: Option<(Arc<PlacementTable>, Duration)>,
+    server_statuses: BTreeMap<ServerId, ServerStatus>,
     /// Whether servers that are down take new connections because no server is up.
     is_failing_open: bool,
     /// Whether a table has been made. The servers of the first table have no slow start.
     has_table: bool,
-    history: BucketHistory,
+    bucket_history: BucketHistory,
     /// Whether the bucket history has changed since it was last stored.
-    history_changed: bool,
+    is_history_changed: bool,
     /// Servers that owned buckets of each server earlier, during this process. Flow tables of load balancers keep
     /// connections of earlier servers.
     predecessors: BTreeMap<ServerId, BTreeSet<ServerId>>,
-    predecessor_changes: u64,
+    predecessor_change_count: u64,
     pub due_trigger: Option<TableTrigger>,
     /// Servers that have changed since the newest table was made.
-    dirty: DirtySet,
+    dirty_servers: DirtySet,
     /// Pool from which the newest table was made; `None`: all servers must be read again.
-    pool: Option<Pool>,
+    cached_pool: Option<Pool>,
     /// Number of connections opened in the last full report interval, if known.
     opened_in_interval: Option<u64>,
     is_new_interval: bool,
     /// Fingerprints of the newest table's inputs, except loads.
-    fingerprints: InputFingerprints,
+    input_fingerprints: InputFingerprints,
 }
 
 /// State of a service that a new configuration has replaced, which is only kept to be dropped later.
@@ -96,7 +96,7 @@ pub struct TableTrigger {
     /// Time at which the change arrived, since the controller's start.
     pub received_at: Duration,
     /// Whether the load of a server or a rack has changed; false: a polled input has changed.
-    pub is_load: bool,
+    pub is_load_change: bool,
     /// Time at which the report was sent by the sender's wall clock, since 1970; `None`: unknown.
     pub sent_at: Option<Duration>,
 }
@@ -104,22 +104,22 @@ pub struct TableTrigger {
 impl Service {
     pub fn new(fleet: FleetService) -> Self {
         Self {
-            policy: policy_of(&fleet),
-            generation: 0,
-            newest_table: None,
-            statuses: BTreeMap::new(),
+            policy: create_policy(&fleet),
+            table_generation: 0,
+            newest_table_and_time: None,
+            server_statuses: BTreeMap::new(),
             is_failing_open: false,
             has_table: false,
-            history: fleet.bucket_history.clone(),
-            history_changed: false,
-            predecessors: fleet.bucket_history.predecessors(),
-            predecessor_changes: 0,
+            bucket_history: fleet.bucket_history.clone(),
+            is_history_changed: false,
+            predecessors: fleet.bucket_history.previous_servers_by_current(),
+            predecessor_change_count: 0,
             due_trigger: None,
-            dirty: DirtySet::default(),
-            pool: None,
+            dirty_servers: DirtySet::default(),
+            cached_pool: None,
             opened_in_interval: None,
             is_new_interval: true,
-            fingerprints: InputFingerprints::default(),
+            input_fingerprints: InputFingerprints::default(),
             fleet,
         }
     }
@@ -131,18 +131,19 @@ impl Service {
 
     /// Returns the service with a new configuration, and the replaced state, whose drop takes milliseconds for
     /// thousands of servers. The generations of tables continue.
-    pub fn reconfigured(mut self, new: FleetService) -> (Self, PreviousService) {
-        if self.fleet.policy != new.policy || self.fleet.seed != new.seed {
-            self.policy = policy_of(&new);
+    pub fn with_configuration(mut self, new: FleetService) -> (Self, PreviousService) {
+        if self.fleet.policy != new.policy || self.fleet.hash_seed != new.hash_seed {
+            self.policy = create_policy(&new);
         }
-        let replaced = PreviousService { _fleet: std::mem::replace(&mut self.fleet, new), _pool: self.pool.take() };
+        let previous_service =
+            PreviousService { _fleet: std::mem::replace(&mut self.fleet, new), _pool: self.cached_pool.take() };
         let members = &self.fleet.members;
-        self.dirty.retain(|server| members.contains_key(&server));
+        self.dirty_servers.retain(|server| members.contains_key(&server));
         self.predecessors.retain(|server, before| {
             before.retain(|before| members.contains_key(before));
             members.contains_key(server) && !before.is_empty()
         });
-        (self, replaced)
+        (self, previous_service)
     }
 
     pub fn fleet(&self) -> &FleetService {
@@ -152,39 +153,48 @@ impl Service {
     /// Updates the eligibility of the service's servers. Servers that were eligible for the first table have no slow
     /// start.
     pub fn update_eligibilities(&mut self, eligibilities: Vec<(ServerId, Eligibility)>, now: Now) {
-        let moment = self.has_table.then_some(now.monotonic);
-        let mut before = std::mem::take(&mut self.statuses);
+        let change_time = self.has_table.then_some(now.monotonic);
+        let mut previous_statuses = std::mem::take(&mut self.server_statuses);
         let none_is_eligible = eligibilities.iter().all(|(_, eligibility)| *eligibility != Eligibility::Eligible);
         self.is_failing_open = none_is_eligible
             && self.fleet.when_all_down == WhenAllDown::FailOpen
             && eligibilities.iter().any(|(_, eligibility)| *eligibility == Eligibility::Unhealthy);
-        self.statuses = eligibilities
+        self.server_statuses = eligibilities
             .into_iter()
             .map(|(id, eligibility)| {
-                let known = before.remove(&id);
-                let eligible_since = known
+                let previous_status = previous_statuses.remove(&id);
+                let eligible_since = previous_status
                     .as_ref()
                     .filter(|status| status.eligibility == Eligibility::Eligible)
                     .map(|status| status.eligible_since);
-                let joined = eligible_since.unwrap_or(moment);
-                let state = self.state(eligibility, joined, now);
-                let since = known.as_ref().filter(|status| status.state == state).map(|status| status.since);
-                (id, ServerStatus { state, since: since.unwrap_or(moment), eligibility, eligible_since: joined })
+                let eligible_from = eligible_since.unwrap_or(change_time);
+                let state = self.state_of(eligibility, eligible_from, now);
+                let state_since =
+                    previous_status.as_ref().filter(|status| status.state == state).map(|status| status.state_since);
+                (
+                    id,
+                    ServerStatus {
+                        state,
+                        state_since: state_since.unwrap_or(change_time),
+                        eligibility,
+                        eligible_since: eligible_from,
+                    },
+                )
             })
             .collect();
         self.has_table = true;
     }
 
-    fn state(&self, eligibility: Eligibility, joined: Option<Duration>, now: Now) -> ServerState {
+    fn state_of(&self, eligibility: Eligibility, eligible_from: Option<Duration>, now: Now) -> ServerState {
         match eligibility {
-            Eligibility::Eligible if self.ramp_since(joined, now) < 1.0 => ServerState::Joining,
+            Eligibility::Eligible if self.slow_start_fraction_since(eligible_from, now) < 1.0 => ServerState::Joining,
             other => other.state(),
         }
     }
 
     /// Returns the server's status; `None` until the next table is made.
     pub fn status(&self, server: ServerId) -> Option<&ServerStatus> {
-        self.statuses.get(&server)
+        self.server_statuses.get(&server)
     }
 
     pub fn is_failing_open(&self) -> bool {
@@ -193,10 +203,10 @@ impl Service {
 
     /// Returns whether the server takes new connections; `None` until the next table is made.
     pub fn takes_connections(&self, server: ServerId) -> Option<bool> {
-        self.statuses.get(&server).map(|status| self.admits(status.eligibility))
+        self.server_statuses.get(&server).map(|status| self.admits_eligibility(status.eligibility))
     }
 
-    fn admits(&self, eligibility: Eligibility) -> bool {
+    fn admits_eligibility(&self, eligibility: Eligibility) -> bool {
         match eligibility {
             Eligibility::Eligible => true,
             Eligibility::Unhealthy => self.is_failing_open,
@@ -205,23 +215,29 @@ impl Service {
     }
 
     /// Returns the fraction of its full share that the server gets: nearly 0 to 1 during the slow start, then 1.
-    pub fn ramp(&self, server: ServerId, now: Now) -> f64 {
-        self.statuses.get(&server).map_or(1.0, |status| self.next_ramp(server, status.eligibility, now))
+    pub fn slow_start_fraction(&self, server: ServerId, now: Now) -> f64 {
+        self.server_statuses
+            .get(&server)
+            .map_or(1.0, |status| self.next_slow_start_fraction(server, status.eligibility, now))
     }
 
     /// Returns [`Service::slow_start_fraction`] as it would be in a table made now, if the server has this eligibility.
-    pub fn next_ramp(&self, server: ServerId, eligibility: Eligibility, now: Now) -> f64 {
+    pub fn next_slow_start_fraction(&self, server: ServerId, eligibility: Eligibility, now: Now) -> f64 {
         if eligibility != Eligibility::Eligible {
             return 1.0;
         }
-        let known = self.statuses.get(&server).filter(|status| status.eligibility == Eligibility::Eligible);
-        self.ramp_since(known.map_or(self.has_table.then_some(now.monotonic), |status| status.eligible_since), now)
+        let eligible_status =
+            self.server_statuses.get(&server).filter(|status| status.eligibility == Eligibility::Eligible);
+        self.slow_start_fraction_since(
+            eligible_status.map_or(self.has_table.then_some(now.monotonic), |status| status.eligible_since),
+            now,
+        )
     }
 
-    fn ramp_since(&self, joined: Option<Duration>, now: Now) -> f64 {
-        let Some(joined) = joined.filter(|_| !self.fleet.slow_start.is_zero()) else { return 1.0 };
-        let passed = now.monotonic.saturating_sub(joined).as_secs_f64() / self.fleet.slow_start.as_secs_f64();
-        passed.clamp(MIN_RAMP, 1.0)
+    fn slow_start_fraction_since(&self, eligible_from: Option<Duration>, now: Now) -> f64 {
+        let Some(joined) = eligible_from.filter(|_| !self.fleet.slow_start.is_zero()) else { return 1.0 };
+        let elapsed_fraction = now.monotonic.saturating_sub(joined).as_secs_f64() / self.fleet.slow_start.as_secs_f64();
+        elapsed_fraction.clamp(MIN_RAMP, 1.0)
     }
 
     /// Returns whether the service's tables depend on the loads that servers report.
@@ -240,49 +256,49 @@ impl Service {
     }
 
     pub fn mark_load_changed(&mut self, server: ServerId) {
-        self.dirty.mark(server);
+        self.dirty_servers.mark_changed(server);
     }
 
-    pub fn on_relayed_load(&mut self, server: ServerId) {
-        self.dirty.mark_relayed(server);
+    pub fn mark_relayed_load_changed(&mut self, server: ServerId) {
+        self.dirty_servers.mark_relayed_load(server);
     }
 
     pub fn mark_all_loads_changed(&mut self) {
-        self.fleet.members.keys().for_each(|server| self.dirty.mark(*server));
+        self.fleet.members.keys().for_each(|server| self.dirty_servers.mark_changed(*server));
     }
 
     /// Takes the pool from which the newest table was made; `None`: all servers must be read again.
     pub fn take_cached_pool(&mut self) -> Option<Pool> {
-        self.pool.take()
+        self.cached_pool.take()
     }
 
     /// Returns the cached pool, from which the newest table was made.
     pub fn cached_pool(&self) -> Option<&Pool> {
-        self.pool.as_ref()
+        self.cached_pool.as_ref()
     }
 
     pub fn cache_pool(&mut self, pool: Pool) {
-        self.pool = Some(pool);
+        self.cached_pool = Some(pool);
     }
 
     /// Drops the cached pool, because an input other than loads has changed.
-    pub fn forget_servers(&mut self) {
-        self.pool = None;
+    pub fn drop_cached_pool(&mut self) {
+        self.cached_pool = None;
     }
 
     /// Returns the servers that changed since the newest table or just before it. A server may occur twice.
     pub fn dirty_servers(&self) -> impl Iterator<Item = ServerId> {
-        self.dirty.changed()
+        self.dirty_servers.changed()
     }
 
     /// Returns whether a load of the server arrived after the newest table was made.
-    pub fn is_fresh(&self, server: ServerId) -> bool {
-        self.dirty.is_fresh(server)
+    pub fn has_new_load(&self, server: ServerId) -> bool {
+        self.dirty_servers.has_new_load(server)
     }
 
     /// Returns whether other inputs of the server than its rack's summary may have changed.
     pub fn needs_refresh(&self, server: ServerId) -> bool {
-        self.dirty.needs_refresh(server)
+        self.dirty_servers.needs_refresh(server)
     }
 
     /// Begins a report interval. `opened`: number of connections opened in the previous interval, if known.
@@ -291,7 +307,7 @@ impl Service {
         self.is_new_interval = true;
     }
 
-    pub fn with_interval(&self, pool: Pool) -> Pool {
+    pub fn with_interval_inputs(&self, pool: Pool) -> Pool {
         let pool = match self.opened_in_interval {
             Some(opened) => pool.with_opened_connections(opened),
             None => pool,
@@ -301,55 +317,60 @@ impl Service {
 
     /// Stores the fingerprints of the next table's inputs, except loads. Returns whether they have changed.
     pub fn update_fingerprints(&mut self, inputs: u64, servers: &[(Shard, u64)]) -> bool {
-        self.fingerprints.update(inputs, servers)
+        self.input_fingerprints.update(inputs, servers)
     }
 
     /// Returns the shards of servers that are to be polled next; all shards if `all` is set.
     pub fn next_shards(&mut self, all: bool) -> Vec<Shard> {
-        self.fingerprints.next(&self.fleet.members, all)
+        self.input_fingerprints.next(&self.fleet.members, all)
     }
 
     pub fn make_table(&mut self, pool: &Pool, now: Now) -> NewTable {
-        self.generation += 1;
-        let mut table = self.policy.compute_table(pool, self.fleet.buckets, self.generation);
-        if self.history.update(&table.consistent_servers) {
-            self.history_changed = true;
+        self.table_generation += 1;
+        let mut table = self.policy.compute_table(pool, self.fleet.buckets, self.table_generation);
+        if self.bucket_history.update(&table.consistent_servers) {
+            self.is_history_changed = true;
             self.add_predecessors();
         }
         if !table.members.is_empty() {
-            table.previous_consistent_servers = self.history.previous_consistent();
+            table.previous_consistent_servers = self.bucket_history.previous_servers_or_empty();
         }
         table.down_servers = self.down_servers().collect();
         self.is_new_interval = false;
-        table.core_slot_ages = self.slot_ages(&table);
+        table.core_slot_ages = self.record_and_compute_slot_ages(&table);
         let table = Arc::new(table);
-        self.newest_table = Some((table.clone(), now.monotonic));
+        self.newest_table_and_time = Some((table.clone(), now.monotonic));
         NewTable { service: self.fleet.index, table }
     }
 
     fn down_servers(&self) -> impl Iterator<Item = ServerId> {
         let is_down = |status: &ServerStatus| status.eligibility.state() == ServerState::Down;
-        let down = self.statuses.iter().filter(move |(_, status)| is_down(status) && !self.admits(status.eligibility));
-        down.map(|(id, _)| *id)
+        let down_servers = self
+            .server_statuses
+            .iter()
+            .filter(move |(_, status)| is_down(status) && !self.admits_eligibility(status.eligibility));
+        down_servers.map(|(id, _)| *id)
     }
 
     /// Records which servers' loads a new table contains. Returns its [`PlacementTable::core_slot_ages`].
-    fn slot_ages(&mut self, table: &PlacementTable) -> Vec<u32> {
-        self.dirty.mark_in_table(table.generation);
+    fn record_and_compute_slot_ages(&mut self, table: &PlacementTable) -> Vec<u32> {
+        self.dirty_servers.record_table(table.generation);
         if table.rule != PlacementRule::LeastAssigned {
             return Vec::new();
         }
-        let newest = |core: &ServerCore| self.dirty.generation(core.server).unwrap_or(table.generation);
-        let ages: Vec<u32> = table.core_slots.iter().map(|core| (table.generation - newest(core)) as u32).collect();
-        if ages.iter().all(|age| *age == 0) { Vec::new() } else { ages }
+        let newest_load_generation =
+            |core: &ServerCore| self.dirty_servers.generation(core.server).unwrap_or(table.generation);
+        let slot_ages: Vec<u32> =
+            table.core_slots.iter().map(|core| (table.generation - newest_load_generation(core)) as u32).collect();
+        if slot_ages.iter().all(|age| *age == 0) { Vec::new() } else { slot_ages }
     }
 
     fn add_predecessors(&mut self) {
-        for (server, before) in self.history.predecessors() {
-            let known = self.predecessors.entry(server).or_default();
-            let count = known.len();
-            known.extend(before);
-            self.predecessor_changes += u64::from(known.len() > count);
+        for (server, before) in self.bucket_history.previous_servers_by_current() {
+            let known_predecessors = self.predecessors.entry(server).or_default();
+            let previous_count = known_predecessors.len();
+            known_predecessors.extend(before);
+            self.predecessor_change_count += u64::from(known_predecessors.len() > previous_count);
         }
     }
 
@@ -358,8 +379,8 @@ impl Service {
         self.predecessors.get(&server).filter(|_| self.forwards_unknown_packets())
     }
 
-    pub fn predecessor_changes(&self) -> u64 {
-        if self.forwards_unknown_packets() { self.predecessor_changes } else { 0 }
+    pub fn predecessor_change_count(&self) -> u64 {
+        if self.forwards_unknown_packets() { self.predecessor_change_count } else { 0 }
     }
 
     /// Returns whether servers forward packets of unknown connections, which they do if the bucket selects the server.
@@ -368,16 +389,18 @@ impl Service {
             && !matches!(self.fleet.mode.consistency, Consistency::None | Consistency::HashTable)
     }
 
-    pub fn changed_history(&mut self) -> Option<(String, BucketHistory)> {
-        std::mem::take(&mut self.history_changed).then(|| (self.fleet.name.clone(), self.history.clone()))
+    pub fn take_changed_history(&mut self) -> Option<(String, BucketHistory)> {
+        std::mem::take(&mut self.is_history_changed).then(|| (self.fleet.name.clone(), self.bucket_history.clone()))
     }
 
     pub fn newest_table(&self) -> Option<NewTable> {
-        self.newest_table.as_ref().map(|(table, _)| NewTable { service: self.fleet.index, table: table.clone() })
+        self.newest_table_and_time
+            .as_ref()
+            .map(|(table, _)| NewTable { service: self.fleet.index, table: table.clone() })
     }
 
     /// Returns the newest table and its age; `None` before the first table.
     pub fn table(&self, now: Now) -> Option<(&PlacementTable, Duration)> {
-        self.newest_table.as_ref().map(|(table, made)| (&**table, now.monotonic.saturating_sub(*made)))
+        self.newest_table_and_time.as_ref().map(|(table, made)| (&**table, now.monotonic.saturating_sub(*made)))
     }
 }

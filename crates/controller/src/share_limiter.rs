@@ -1,14 +1,14 @@
 //! Limit of a server's share of new connections.
 //!
 //! Policies send connections where the reported load is lowest. An agent with false reports attracts connections, which
-//! load balancers count. So each server has an [`Allowance`], and gets no new connections while it is spent. A limit on
-//! buckets would not help: a server chooses its RSS key, and thereby the buckets of its connections.
+//! load balancers count. So each server has an [`ConnectionAllowance`], and gets no new connections while it is spent.
+//! A limit on buckets would not help: a server chooses its RSS key, and thereby the buckets of its connections.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 use coreward_model::ServerId;
-use coreward_model::allowance::{Allowance, MAX_SHARE_MULTIPLE};
+use coreward_model::allowance::{ConnectionAllowance, MAX_FAIR_SHARE_MULTIPLE};
 use coreward_wire::ServiceIndex;
 
 use super::service::Service;
@@ -18,7 +18,7 @@ use super::{Controller, Now};
 /// Interval at which the allowances are updated. Within an interval a server can exceed its allowance.
 const UPDATE_INTERVAL: Duration = Duration::from_millis(250);
 /// Maximum time between two updates for which servers gain allowance.
-const MAX_ELAPSED: Duration = Duration::from_secs(1);
+const MAX_COUNTED_ELAPSED: Duration = Duration::from_secs(1);
 
 /// Limiter of the share that each server gets of the new connections.
 #[derive(Debug, Default)]
@@ -26,51 +26,51 @@ pub struct ShareLimiter {
     opened_by_service: HashMap<ServiceIndex, u64>,
     opened_by_server: HashMap<ServerId, u64>,
     updated_at: Duration,
-    allowances: HashMap<ServerId, Allowance>,
+    allowances: HashMap<ServerId, ConnectionAllowance>,
     /// Servers that get no new connections of a service now.
-    excluded: HashSet<(ServiceIndex, ServerId)>,
+    excluded_servers: HashSet<(ServiceIndex, ServerId)>,
 }
 
 impl ShareLimiter {
-    pub fn add(&mut self, newly: &OpenedConnections) {
-        for (service, count) in &newly.services {
-            let known = self.opened_by_service.entry(*service).or_default();
-            *known = known.saturating_add(*count);
+    pub fn add(&mut self, newly_opened: &OpenedConnections) {
+        for (service, count) in &newly_opened.services {
+            let service_count = self.opened_by_service.entry(*service).or_default();
+            *service_count = service_count.saturating_add(*count);
         }
-        for (server, count) in &newly.servers {
-            let known = self.opened_by_server.entry(*server).or_default();
-            *known = known.saturating_add(*count);
+        for (server, count) in &newly_opened.servers {
+            let server_count = self.opened_by_server.entry(*server).or_default();
+            *server_count = server_count.saturating_add(*count);
         }
     }
 
-    pub fn limited_count(&self) -> usize {
-        self.limited().count()
+    pub fn limited_server_count(&self) -> usize {
+        self.limited_servers().count()
     }
 
-    fn limited(&self) -> impl Iterator<Item = ServerId> {
+    fn limited_servers(&self) -> impl Iterator<Item = ServerId> {
         self.allowances.iter().filter(|(_, allowance)| allowance.is_limited()).map(|(id, _)| *id)
     }
 
     /// Returns whether the server has used up its allowance, so that services may exclude it.
     pub fn is_limited(&self, id: ServerId) -> bool {
-        self.allowances.get(&id).is_some_and(Allowance::is_limited)
+        self.allowances.get(&id).is_some_and(ConnectionAllowance::is_limited)
     }
 
-    fn is_spent(&self, id: ServerId) -> bool {
-        self.allowances.get(&id).is_some_and(Allowance::is_spent)
+    fn is_allowance_spent(&self, id: ServerId) -> bool {
+        self.allowances.get(&id).is_some_and(ConnectionAllowance::is_spent)
     }
 
     /// Updates the allowances. `fair_counts`: each server's fair number of the connections opened in `elapsed`.
-    fn update(&mut self, expected: &HashMap<ServerId, f64>, elapsed: Duration) {
-        let opened = std::mem::take(&mut self.opened_by_server);
-        for id in expected.keys().chain(opened.keys()) {
-            let fair = expected.get(id).copied().unwrap_or(0.0);
-            let per_second = fair / elapsed.as_secs_f64();
-            self.allowances.entry(*id).or_insert_with(|| Allowance::full(per_second));
+    fn update_allowances(&mut self, fair_counts: &HashMap<ServerId, f64>, elapsed: Duration) {
+        let opened_by_server = std::mem::take(&mut self.opened_by_server);
+        for id in fair_counts.keys().chain(opened_by_server.keys()) {
+            let fair_count = fair_counts.get(id).copied().unwrap_or(0.0);
+            let fair_rate_per_second = fair_count / elapsed.as_secs_f64();
+            self.allowances.entry(*id).or_insert_with(|| ConnectionAllowance::full(fair_rate_per_second));
         }
         for (id, allowance) in &mut self.allowances {
-            let fair = expected.get(id).copied().unwrap_or(0.0);
-            allowance.update(fair, opened.get(id).copied().unwrap_or(0) as f64, elapsed.as_secs_f64());
+            let fair_count = fair_counts.get(id).copied().unwrap_or(0.0);
+            allowance.update(fair_count, opened_by_server.get(id).copied().unwrap_or(0) as f64, elapsed.as_secs_f64());
         }
     }
 }
@@ -78,12 +78,12 @@ impl ShareLimiter {
 impl Controller {
     /// Returns the fraction of its share that the server gets of the service's new connections: less than 1 during the
     /// slow start, 0 while it is excluded.
-    pub(super) fn ramp(&self, service: &Service, id: ServerId, now: Now) -> f64 {
-        if self.is_excluded(service, id) { 0.0 } else { service.ramp(id, now) }
+    pub(super) fn share_fraction(&self, service: &Service, id: ServerId, now: Now) -> f64 {
+        if self.is_excluded(service, id) { 0.0 } else { service.slow_start_fraction(id, now) }
     }
 
     pub(super) fn is_excluded(&self, service: &Service, id: ServerId) -> bool {
-        self.share_limiter.excluded.contains(&(service.fleet().index, id))
+        self.share_limiter.excluded_servers.contains(&(service.fleet().index, id))
     }
 
     /// Updates the allowances of all servers, once per [`UPDATE_INTERVAL`].
@@ -93,62 +93,64 @@ impl Controller {
             return;
         }
         self.share_limiter.updated_at = now.monotonic;
-        let mut expected: HashMap<ServerId, f64> = HashMap::new();
+        let mut fair_counts: HashMap<ServerId, f64> = HashMap::new();
         for (index, opened) in std::mem::take(&mut self.share_limiter.opened_by_service) {
-            let Some(position) = self.positions.get(&index) else { continue };
+            let Some(position) = self.positions_by_index.get(&index) else { continue };
             for (id, share) in self.fair_shares(*position, now) {
-                *expected.entry(id).or_default() += share * opened as f64;
+                *fair_counts.entry(id).or_default() += share * opened as f64;
             }
         }
-        let before: HashSet<ServerId> = self.share_limiter.limited().collect();
+        let previously_limited: HashSet<ServerId> = self.share_limiter.limited_servers().collect();
         let servers = &self.fleet.servers;
         self.share_limiter.allowances.retain(|id, _| servers.contains_key(id));
-        self.share_limiter.update(&expected, elapsed.min(MAX_ELAPSED));
-        let limited: HashSet<ServerId> = self.share_limiter.limited().collect();
-        self.report_limited(&before, &limited);
-        self.exclude_spent(&limited, now);
+        self.share_limiter.update_allowances(&fair_counts, elapsed.min(MAX_COUNTED_ELAPSED));
+        let limited_servers: HashSet<ServerId> = self.share_limiter.limited_servers().collect();
+        self.log_limited_servers(&previously_limited, &limited_servers);
+        self.exclude_limited_servers(&limited_servers, now);
     }
 
     fn fair_shares(&self, position: usize, now: Now) -> Vec<(ServerId, f64)> {
         let service = &self.services[position];
-        service.fair_shares(&self.cached_pool(service, now))
+        service.fair_shares(&self.cached_or_computed_pool(service, now))
     }
 
     /// Excludes servers without allowance from services whose policy reads loads, if other servers remain.
-    fn exclude_spent(&mut self, limited: &HashSet<ServerId>, now: Now) {
-        let mut excluded = HashSet::new();
-        let of_server = |id: &ServerId| self.positions_by_server.get(id).into_iter().flatten().copied();
-        let positions: HashSet<usize> = limited.iter().flat_map(of_server).collect();
+    fn exclude_limited_servers(&mut self, limited_servers: &HashSet<ServerId>, now: Now) {
+        let mut excluded_servers = HashSet::new();
+        let positions_of_server = |id: &ServerId| self.positions_by_server.get(id).into_iter().flatten().copied();
+        let positions: HashSet<usize> = limited_servers.iter().flat_map(positions_of_server).collect();
         for position in positions.into_iter().filter(|position| self.services[*position].reads_loads()) {
-            let index = self.services[position].fleet().index;
-            let servers = self.fair_shares(position, now).into_iter().map(|(id, _)| id);
-            let (spent, others): (Vec<_>, Vec<_>) = servers.partition(|id| self.share_limiter.is_spent(*id));
+            let service_index = self.services[position].fleet().index;
+            let pool_servers = self.fair_shares(position, now).into_iter().map(|(id, _)| id);
+            let (spent, others): (Vec<_>, Vec<_>) =
+                pool_servers.partition(|id| self.share_limiter.is_allowance_spent(*id));
             if !others.is_empty() {
-                excluded.extend(spent.into_iter().map(|id| (index, id)));
+                excluded_servers.extend(spent.into_iter().map(|id| (service_index, id)));
             }
         }
-        let before = std::mem::replace(&mut self.share_limiter.excluded, excluded);
-        let changed = before.symmetric_difference(&self.share_limiter.excluded).map(|(_, id)| *id);
-        for id in changed.collect::<HashSet<_>>() {
+        let previously_excluded = std::mem::replace(&mut self.share_limiter.excluded_servers, excluded_servers);
+        let changed_servers =
+            previously_excluded.symmetric_difference(&self.share_limiter.excluded_servers).map(|(_, id)| *id);
+        for id in changed_servers.collect::<HashSet<_>>() {
             self.on_load_source_changed(id);
         }
     }
 
-    fn report_limited(&mut self, before: &HashSet<ServerId>, limited: &HashSet<ServerId>) {
-        for id in before.symmetric_difference(limited) {
+    fn log_limited_servers(&mut self, previously_limited: &HashSet<ServerId>, limited_servers: &HashSet<ServerId>) {
+        for id in previously_limited.symmetric_difference(limited_servers) {
             let Some(server) = self.fleet.servers.get(id) else { continue };
-            let name = &server.name;
-            match limited.contains(id) {
+            let server_name = &server.name;
+            match limited_servers.contains(id) {
                 true => tracing::warn!(
                     event = "share-limited",
-                    server = name,
-                    times_fair = MAX_SHARE_MULTIPLE,
+                    server = server_name,
+                    times_fair = MAX_FAIR_SHARE_MULTIPLE,
                     "the server gets too many new connections by its reported loads: the controller limits its share; \
                      check the server"
                 ),
                 false => tracing::info!(
                     event = "share-unlimited",
-                    server = name,
+                    server = server_name,
                     "the controller no longer limits the server's share of new connections"
                 ),
             }

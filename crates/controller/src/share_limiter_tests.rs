@@ -8,7 +8,7 @@ use coreward_model::placement::PlacementState;
 use coreward_model::rss::{RssKey, seeded_rng};
 use coreward_wire::{ServerTraffic, TrafficMessage};
 
-use super::tests::{plain_report, plain_rss};
+use super::tests::{even_rss, plain_report};
 use super::*;
 use coreward_fleet::config::FleetConfig;
 use coreward_fleet::records::Records;
@@ -19,8 +19,8 @@ const CORE_COUNT: usize = 4;
 const CONNECTIONS_PER_INTERVAL: u64 = 20;
 const LIFETIME_INTERVALS: usize = 50;
 /// CPU time of a connection on its core, per interval. All connections together use half of the cores' time.
-const BUSY_NS: u64 = 2_000_000;
-const IMPOSTOR: usize = 0;
+const BUSY_NS_PER_CONNECTION: u64 = 2_000_000;
+const FALSE_SERVER: usize = 0;
 
 fn at(interval: u64) -> Now {
     let monotonic = Duration::from_millis(100 * interval);
@@ -31,15 +31,15 @@ fn at(interval: u64) -> Now {
 struct Harness {
     controller: Controller,
     sessions: Vec<Session>,
-    balancer: u64,
-    random: u32,
+    balancer_session: u64,
+    random_state: u32,
     /// Server and core of each open connection, by the interval in which the connection was opened.
-    open: VecDeque<Vec<(usize, usize)>>,
-    busy: Vec<[u64; CORE_COUNT]>,
-    opened: Vec<u64>,
+    open_connections: VecDeque<Vec<(usize, usize)>>,
+    core_busy_ns: Vec<[u64; CORE_COUNT]>,
+    opened_counts: Vec<u64>,
     is_byzantine: bool,
     /// RSS key that the false server reports, and every connection's hash with it; `None`: the other servers' key.
-    own_key: Option<(RssKey, u32)>,
+    false_key_and_hash: Option<(RssKey, u32)>,
 }
 
 impl Harness {
@@ -55,75 +55,78 @@ impl Harness {
         let mut controller = Controller::new(Fleet::new(&config, &records));
         let sessions =
             (0..SERVER_COUNT).map(|n| controller.register(&format!("s{n}"), "test", at(0)).unwrap()).collect();
-        let balancer = controller.register_load_balancer("lb1", at(0)).unwrap();
+        let balancer_session = controller.register_load_balancer("lb1", at(0)).unwrap();
         Self {
             controller,
             sessions,
-            balancer,
-            random: 7,
-            open: VecDeque::new(),
-            busy: vec![[0; CORE_COUNT]; SERVER_COUNT],
-            opened: vec![0; SERVER_COUNT],
+            balancer_session,
+            random_state: 7,
+            open_connections: VecDeque::new(),
+            core_busy_ns: vec![[0; CORE_COUNT]; SERVER_COUNT],
+            opened_counts: vec![0; SERVER_COUNT],
             is_byzantine,
-            own_key: None,
+            false_key_and_hash: None,
         }
     }
 
-    fn report(&mut self, interval: u64) {
-        for (server, core) in self.open.iter().flatten() {
-            if !self.is_byzantine || *server != IMPOSTOR {
-                self.busy[*server][*core] += BUSY_NS;
+    fn report_all_servers(&mut self, interval: u64) {
+        for (server, core) in self.open_connections.iter().flatten() {
+            if !self.is_byzantine || *server != FALSE_SERVER {
+                self.core_busy_ns[*server][*core] += BUSY_NS_PER_CONNECTION;
             }
         }
         for (n, session) in self.sessions.iter().enumerate() {
-            let mut rss = (interval == 0).then(|| plain_rss(128, CORE_COUNT as u32));
-            if let Some((key, _)) = self.own_key.as_ref().filter(|_| n == IMPOSTOR)
+            let mut rss = (interval == 0).then(|| even_rss(128, CORE_COUNT as u32));
+            if let Some((key, _)) = self.false_key_and_hash.as_ref().filter(|_| n == FALSE_SERVER)
                 && let Some(rss) = rss.as_mut().and_then(|reported| reported.rss.as_mut())
             {
                 rss.key = key.clone();
             }
-            let report = plain_report(interval + 1, at(interval), &self.busy[n]);
+            let report = plain_report(interval + 1, at(interval), &self.core_busy_ns[n]);
             let report = Report { rss, rss_generation: 1, ..report };
             self.controller.report(session, Ok(report), at(interval)).unwrap();
         }
     }
 
-    fn step(&mut self, interval: u64) {
-        self.report(interval);
+    fn simulate_interval(&mut self, interval: u64) {
+        self.report_all_servers(interval);
         let table = self.controller.tick(at(interval)).remove(0).table;
-        let index = self.controller.fleet().services[0].index;
-        let mut assigned = PlacementState::for_table(&table);
-        let mut new = Vec::new();
+        let service_index = self.controller.fleet().services[0].index;
+        let mut placement_state = PlacementState::for_table(&table);
+        let mut new_connections = Vec::new();
         for _ in 0..CONNECTIONS_PER_INTERVAL {
-            self.random = self.random.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            let hash = self.random >> 25;
-            let own_hash = |key: &RssKey| self.own_key.as_ref().filter(|(own, _)| own == key).map(|(_, hash)| *hash);
-            let chosen = table.choose_by_hash(&mut assigned, |group| own_hash(&table.groups[group]).unwrap_or(hash));
-            let server = usize::from(chosen.unwrap().get());
-            self.opened[server] += 1;
-            new.push((server, hash as usize % CORE_COUNT));
+            self.random_state = self.random_state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            let connection_hash = self.random_state >> 25;
+            let false_key_hash =
+                |key: &RssKey| self.false_key_and_hash.as_ref().filter(|(own, _)| own == key).map(|(_, hash)| *hash);
+            let chosen_server = table.select_server_by_hash(&mut placement_state, |group| {
+                false_key_hash(&table.groups[group]).unwrap_or(connection_hash)
+            });
+            let server_number = usize::from(chosen_server.unwrap().get());
+            self.opened_counts[server_number] += 1;
+            new_connections.push((server_number, connection_hash as usize % CORE_COUNT));
         }
-        self.open.push_back(new);
-        if self.open.len() > LIFETIME_INTERVALS {
-            self.open.pop_front();
+        self.open_connections.push_back(new_connections);
+        if self.open_connections.len() > LIFETIME_INTERVALS {
+            self.open_connections.pop_front();
         }
-        let counts = self.opened.iter().enumerate();
-        let servers = counts.map(|(id, opened)| {
+        let numbered_counts = self.opened_counts.iter().enumerate();
+        let server_traffic = numbered_counts.map(|(id, opened)| {
             ((id as u64).try_into().unwrap(), ServerTraffic { opened: *opened, ..Default::default() })
         });
-        let servers = servers.collect();
-        let opened = [(index, self.opened.iter().sum())].into();
-        let message = TrafficMessage { servers, opened_connections: opened };
-        self.controller.record_load_balancer_traffic(self.balancer, &message, at(interval));
+        let server_traffic = server_traffic.collect();
+        let opened_connections = [(service_index, self.opened_counts.iter().sum())].into();
+        let traffic_message = TrafficMessage { servers: server_traffic, opened_connections };
+        self.controller.record_load_balancer_traffic(self.balancer_session, &traffic_message, at(interval));
     }
 
     /// Returns the false server's share of the connections that are opened during the second minute.
-    fn share_of_impostor(&mut self) -> f64 {
-        (0..600).for_each(|interval| self.step(interval));
-        let before = self.opened.clone();
-        (600..1200).for_each(|interval| self.step(interval));
-        let sum: u64 = self.opened.iter().zip(&before).map(|(now, then)| now - then).sum();
-        (self.opened[IMPOSTOR] - before[IMPOSTOR]) as f64 / sum as f64
+    fn share_of_false_server(&mut self) -> f64 {
+        (0..600).for_each(|interval| self.simulate_interval(interval));
+        let opened_before = self.opened_counts.clone();
+        (600..1200).for_each(|interval| self.simulate_interval(interval));
+        let opened_sum: u64 = self.opened_counts.iter().zip(&opened_before).map(|(now, then)| now - then).sum();
+        (self.opened_counts[FALSE_SERVER] - opened_before[FALSE_SERVER]) as f64 / opened_sum as f64
     }
 }
 
@@ -131,39 +134,39 @@ impl Harness {
 fn byzantine_agent_gets_at_most_twice_its_fair_share() {
     for policy in ["crossrss", "crossrss-plus", "least:cpu"] {
         let mut harness = Harness::new(policy, true);
-        let part = harness.share_of_impostor();
-        assert!(part < 0.21, "{policy}: {part}");
-        assert_eq!(harness.controller.share_limiter.limited_count(), 1, "{policy}");
+        let false_share = harness.share_of_false_server();
+        assert!(false_share < 0.21, "{policy}: {false_share}");
+        assert_eq!(harness.controller.share_limiter.limited_server_count(), 1, "{policy}");
     }
 }
 
 /// If the false server is excluded too late, it gets connections in a burst.
 #[test]
-fn impostor_gets_twice_its_fair_share_in_any_ten_seconds() {
+fn false_server_gets_twice_its_fair_share_at_most_in_any_ten_seconds() {
     let mut harness = Harness::new("least:cpu", true);
-    let opened: Vec<[u64; 2]> = (0..1_200)
+    let opened_by_interval: Vec<[u64; 2]> = (0..1_200)
         .map(|interval| {
-            harness.step(interval);
-            [harness.opened[IMPOSTOR], harness.opened.iter().sum()]
+            harness.simulate_interval(interval);
+            [harness.opened_counts[FALSE_SERVER], harness.opened_counts.iter().sum()]
         })
         .collect();
-    let part = |window: &[[u64; 2]]| {
+    let false_share = |window: &[[u64; 2]]| {
         let [[impostor, all], [later_impostor, later_all]] = [window[0], window[window.len() - 1]];
         (later_impostor - impostor) as f64 / (later_all - all) as f64
     };
-    let most = opened[600..].windows(101).map(part).fold(0.0, f64::max);
+    let maximum_share = opened_by_interval[600..].windows(101).map(false_share).fold(0.0, f64::max);
     // A quarter of a second's connections may come after the allowance is spent.
-    assert!(most < 0.2 + 0.25 / 10.0, "{most}");
+    assert!(maximum_share < 0.2 + 0.25 / 10.0, "{maximum_share}");
 }
 
 /// A key that gives every connection the same hash, like one of zeros, puts all connections into one bucket.
 #[test]
-fn impostor_with_a_degenerate_key_gets_no_more() {
+fn false_server_with_a_degenerate_key_gets_no_larger_share() {
     for hash in 0..16 {
         let mut harness = Harness::new("crossrss", true);
-        harness.own_key = Some((RssKey::new(&[0; 40]).unwrap(), hash));
-        let part = harness.share_of_impostor();
-        assert!(part < 0.21, "hash {hash}: {part}");
+        harness.false_key_and_hash = Some((RssKey::new(&[0; 40]).unwrap(), hash));
+        let false_share = harness.share_of_false_server();
+        assert!(false_share < 0.21, "hash {hash}: {false_share}");
     }
 }
 
@@ -172,18 +175,18 @@ fn honest_servers_are_not_limited() {
     for policy in ["crossrss", "crossrss-plus", "least:cpu"] {
         let mut harness = Harness::new(policy, false);
         for interval in 0..600 {
-            harness.step(interval);
-            assert_eq!(harness.controller.share_limiter.limited_count(), 0, "{policy}, interval {interval}");
+            harness.simulate_interval(interval);
+            assert_eq!(harness.controller.share_limiter.limited_server_count(), 0, "{policy}, interval {interval}");
         }
     }
 }
 
 #[test]
-fn impostor_that_reports_its_load_again_is_no_longer_limited() {
+fn false_server_that_reports_its_load_again_is_no_longer_limited() {
     let mut harness = Harness::new("crossrss", true);
-    (0..300).for_each(|interval| harness.step(interval));
-    assert_eq!(harness.controller.share_limiter.limited_count(), 1);
+    (0..300).for_each(|interval| harness.simulate_interval(interval));
+    assert_eq!(harness.controller.share_limiter.limited_server_count(), 1);
     harness.is_byzantine = false;
-    (300..900).for_each(|interval| harness.step(interval));
-    assert_eq!(harness.controller.share_limiter.limited_count(), 0);
+    (300..900).for_each(|interval| harness.simulate_interval(interval));
+    assert_eq!(harness.controller.share_limiter.limited_server_count(), 0);
 }

@@ -11,11 +11,11 @@ use coreward_api::types::{
 };
 use coreward_intf as intf;
 use coreward_model::ServerId;
-use coreward_model::policy::{Capacity, Pool, PoolServer, RssGroup, rss_groups, rss_key_count};
+use coreward_model::policy::{Pool, PoolServer, RssGroup, ServerCapacity, rss_groups, rss_key_count};
 use coreward_model::rss::{RssConfig, RssKey};
 
 use super::agent::{Agent, ConnectionCount};
-use super::drains::counted_connections;
+use super::drains::to_counted_connections;
 use super::service::Service;
 use super::{Controller, Now};
 use coreward_fleet::fleet::FleetServer;
@@ -23,8 +23,8 @@ use coreward_fleet::fleet::FleetServer;
 impl Controller {
     /// Returns servers in the order of their ids: those whose ids follow `after`, or all servers.
     pub fn servers_after(&self, after: Option<ServerId>) -> impl Iterator<Item = (ServerId, &FleetServer)> {
-        let first = after.map_or(Bound::Unbounded, Bound::Excluded);
-        self.fleet.servers.range((first, Bound::Unbounded)).map(|(id, server)| (*id, server))
+        let lower_bound = after.map_or(Bound::Unbounded, Bound::Excluded);
+        self.fleet.servers.range((lower_bound, Bound::Unbounded)).map(|(id, server)| (*id, server))
     }
 
     /// Returns the status without services and servers. Callers add them in steps, because reports must not wait for
@@ -33,7 +33,7 @@ impl Controller {
         Status {
             configuration_generation: self.fleet.generation,
             report_interval_ms: self.fleet.report_interval.as_millis() as u32,
-            accepted_reports: self.accepted_reports,
+            accepted_reports: self.accepted_report_count,
             refused_reports: self
                 .rejection_counts
                 .iter()
@@ -41,7 +41,7 @@ impl Controller {
                 .collect(),
             services: Vec::new(),
             servers: Vec::new(),
-            load_balancers: self.load_balancer_status(now),
+            load_balancers: self.load_balancer_statuses(now),
             keys: self.keys_summary(now),
             racks: self.rack_status(now),
             warnings: self.store_warnings(),
@@ -50,61 +50,68 @@ impl Controller {
 
     #[cfg(test)]
     pub fn status(&self, now: Now) -> Status {
-        let service = |position| {
+        let service_with_members = |position| {
             let service = self.service_status(position, None, false, now)?;
             let members = self.members_after((position, service.address), None, usize::MAX, now);
             Some(service.with_members(members.into_iter().map(|(_, member)| member).collect()))
         };
-        let services = (0..self.services.len()).filter_map(service).collect();
+        let services = (0..self.services.len()).filter_map(service_with_members).collect();
         let servers = self.servers_after(None).map(|(id, server)| self.server_status(id, server, false, now)).collect();
         Status { services, servers, keys: self.keys(now), ..self.status_summary(now) }
     }
 
     /// Returns the part of the status that changes with every report, without the servers.
     pub fn loads_summary(&self, now: Now) -> Loads {
-        let load_balancer = |(name, balancer): (&String, &super::load_balancers::LoadBalancer)| LoadBalancerCounts {
-            name: name.clone(),
-            counters: balancer.state.iter().flat_map(|(state, _)| state.counters.clone()).collect(),
-        };
+        let load_balancer_counts =
+            |(name, balancer): (&String, &super::load_balancers::LoadBalancer)| LoadBalancerCounts {
+                name: name.clone(),
+                counters: balancer.state.iter().flat_map(|(state, _)| state.counters.clone()).collect(),
+            };
         Loads {
             at_unix_ms: now.wall.as_millis() as u64,
             uptime_ms: now.monotonic.as_millis() as u64,
             servers: Vec::new(),
-            load_balancers: self.load_balancers.iter().map(load_balancer).collect(),
+            load_balancers: self.load_balancers.iter().map(load_balancer_counts).collect(),
         }
     }
 
     /// Returns the part of a server's status that changes with each of its reports.
     pub fn server_loads(&self, id: ServerId, server: &FleetServer, now: Now) -> ServerLoads {
-        let nobody = Agent::default();
-        let agent = self.agent(id).unwrap_or(&nobody);
-        let newest = agent.newest_report.as_ref();
-        let loads = agent.loads(now).into_iter().flat_map(|loads| loads.iter());
+        let empty_agent = Agent::default();
+        let agent = self.agent(id).unwrap_or(&empty_agent);
+        let newest_report = agent.newest_report.as_ref();
+        let core_loads = agent.loads(now).into_iter().flat_map(|loads| loads.iter());
         ServerLoads {
             name: server.name.clone(),
-            cores: loads.map(|load| (load * 1000.0).round() / 1000.0).collect(),
+            cores: core_loads.map(|load| (load * 1000.0).round() / 1000.0).collect(),
             open_connections: agent.open_connections(),
             service_connections: agent.connections(now).map(ConnectionCount::sum),
-            new_connections: newest.map_or(0, |newest| newest.rss_matched.saturating_add(newest.rss_mismatched)),
+            new_connections: newest_report
+                .map_or(0, |newest| newest.rss_match_count.saturating_add(newest.rss_mismatch_count)),
         }
     }
 
     /// Returns the part of the status that changes rarely, without services and servers.
     pub fn overview_summary(&self, now: Now) -> Overview {
-        let load_balancer = |(name, balancer): (&String, &super::load_balancers::LoadBalancer)| OverviewLoadBalancer {
-            name: name.clone(),
-            connected: balancer.is_connected(),
-            alive: balancer.is_alive(now),
-            xdp_mode: balancer.state.as_ref().map(|(state, _)| state.xdp_mode.clone()),
-            warnings: balancer.state.iter().flat_map(|(state, _)| LoadBalancerState::from(state).warnings).collect(),
-        };
+        let load_balancer_overview =
+            |(name, balancer): (&String, &super::load_balancers::LoadBalancer)| OverviewLoadBalancer {
+                name: name.clone(),
+                connected: balancer.is_connected(),
+                alive: balancer.is_alive(now),
+                xdp_mode: balancer.state.as_ref().map(|(state, _)| state.xdp_mode.clone()),
+                warnings: balancer
+                    .state
+                    .iter()
+                    .flat_map(|(state, _)| LoadBalancerState::from(state).warnings)
+                    .collect(),
+            };
         Overview {
             configuration_generation: self.fleet.generation,
             fleet_generation: self.fleet.document.generation,
             report_interval_ms: self.fleet.report_interval.as_millis() as u32,
             services: Vec::new(),
             servers: Vec::new(),
-            load_balancers: self.load_balancers.iter().map(load_balancer).collect(),
+            load_balancers: self.load_balancers.iter().map(load_balancer_overview).collect(),
             keys: self.keys_summary(now),
         }
     }
@@ -118,8 +125,8 @@ impl Controller {
         now: Now,
     ) -> Option<(OverviewService, Vec<ServerId>)> {
         let service = self.services.get(position)?;
-        let pool = pool.map_or_else(|| self.cached_pool(service, now), Cow::Borrowed);
-        let shown = OverviewService {
+        let pool = pool.map_or_else(|| self.cached_or_computed_pool(service, now), Cow::Borrowed);
+        let service_overview = OverviewService {
             name: service.fleet().name.clone(),
             address: service.fleet().address,
             policy: service.fleet().policy.to_owned(),
@@ -127,12 +134,12 @@ impl Controller {
             servers: Vec::new(),
             warnings: self.service_warnings(service, &pool),
         };
-        Some((shown, service.fleet().members.keys().copied().collect()))
+        Some((service_overview, service.fleet().members.keys().copied().collect()))
     }
 
     pub fn overview_server(&self, id: ServerId, server: &FleetServer, now: Now) -> OverviewServer {
-        let nobody = Agent::default();
-        let agent = self.agent(id).unwrap_or(&nobody);
+        let empty_agent = Agent::default();
+        let agent = self.agent(id).unwrap_or(&empty_agent);
         let state_reason = self.state_reason(id, server, now);
         OverviewServer {
             name: server.name.clone(),
@@ -142,12 +149,12 @@ impl Controller {
             state_reason: state_reason.reason,
             reports: agent.report_state(now),
             weight: server.weight.get(),
-            drained: self.drained(id, now),
+            drained: self.drain_of(id, now),
             warnings: self.server_warnings(server, agent, now),
         }
     }
 
-    pub fn load_balancer_status(&self, now: Now) -> Vec<LoadBalancer> {
+    pub fn load_balancer_statuses(&self, now: Now) -> Vec<LoadBalancer> {
         self.load_balancers
             .iter()
             .map(|(name, balancer)| {
@@ -176,30 +183,30 @@ impl Controller {
         now: Now,
     ) -> Option<ShownService> {
         let service = self.services.get(position)?;
-        let fleet = service.fleet();
-        let pool = pool.map_or_else(|| self.cached_pool(service, now), Cow::Borrowed);
-        let table = service.table(now);
-        let groups = self.rss_groups(&pool);
+        let fleet_service = service.fleet();
+        let pool = pool.map_or_else(|| self.cached_or_computed_pool(service, now), Cow::Borrowed);
+        let table_and_age = service.table(now);
+        let rss_groups = self.rss_groups(&pool);
         Some(ShownService {
-            name: fleet.name.clone(),
-            address: fleet.address,
-            policy: fleet.policy.to_owned(),
-            consistency: fleet.mode.consistency.name().to_owned(),
-            timestamps: fleet.mode.timestamps.name().to_owned(),
-            bucket_count: fleet.buckets.get(),
-            table_generation: table.map_or(0, |(table, _)| table.generation),
-            table_age_ms: table.map_or(0, |(_, age)| age.as_millis() as u32),
+            name: fleet_service.name.clone(),
+            address: fleet_service.address,
+            policy: fleet_service.policy.to_owned(),
+            consistency: fleet_service.mode.consistency.name().to_owned(),
+            timestamps: fleet_service.mode.timestamps.name().to_owned(),
+            bucket_count: fleet_service.buckets.get(),
+            table_generation: table_and_age.map_or(0, |(table, _)| table.generation),
+            table_age_ms: table_and_age.map_or(0, |(_, age)| age.as_millis() as u32),
             servers: Vec::new(),
-            rss_groups: groups.iter().filter_map(|group| self.group_status(group, rss_keys)).collect(),
+            rss_groups: rss_groups.iter().filter_map(|group| self.displayed_group(group, rss_keys)).collect(),
             warnings: self.service_warnings(service, &pool),
             members: Vec::new(),
-            check: fleet.check.as_ref().map(|check| check.probe.name().to_owned()),
-            when_all_down: fleet.when_all_down.name().to_owned(),
+            check: fleet_service.check.as_ref().map(|check| check.probe.name().to_owned()),
+            when_all_down: fleet_service.when_all_down.name().to_owned(),
             failing_open: service.is_failing_open(),
         })
     }
 
-    pub(super) fn names(&self, ids: impl Iterator<Item = ServerId>) -> Vec<String> {
+    pub(super) fn server_names(&self, ids: impl Iterator<Item = ServerId>) -> Vec<String> {
         ids.map(|id| self.fleet.servers[&id].name.clone()).collect()
     }
 
@@ -208,10 +215,10 @@ impl Controller {
         rss_groups(pool, &RssKey::microsoft())
     }
 
-    fn group_status(&self, group: &RssGroup<'_>, rss_keys: bool) -> Option<ShownGroup> {
-        let servers = self.names(group.servers.iter().map(|server| server.id));
+    fn displayed_group(&self, group: &RssGroup<'_>, rss_keys: bool) -> Option<ShownGroup> {
+        let server_names = self.server_names(group.servers.iter().map(|server| server.id));
         let (key, key_fingerprint) = (rss_keys.then(|| group.key.to_string()), group.key.fingerprint());
-        (!servers.is_empty()).then_some(ShownGroup { key, key_fingerprint, servers })
+        (!server_names.is_empty()).then_some(ShownGroup { key, key_fingerprint, servers: server_names })
     }
 
     pub(super) fn service_warnings(&self, service: &Service, pool: &Pool) -> Vec<String> {
@@ -222,7 +229,7 @@ impl Controller {
                     .to_owned(),
             );
         }
-        if pool.eligible().next().is_none() {
+        if pool.eligible_servers().next().is_none() {
             warnings.push("no server takes new connections: they are dropped".to_owned());
         }
         if let Some(other) = service.fleet().other_balancer {
@@ -242,28 +249,31 @@ impl Controller {
         }
         // At most once a second, because grouping ten thousand servers takes milliseconds.
         if rss_key_count(pool) > intf::MAX_RSS_GROUPS as usize {
-            let groups = self.rss_groups(pool);
-            let left_over =
-                groups.iter().flat_map(|group| &group.without_core_loads).filter(|server| server.rss.is_some());
-            let left_over = self.names(left_over.map(|server| server.id));
+            let rss_groups = self.rss_groups(pool);
+            let ungrouped_servers =
+                rss_groups.iter().flat_map(|group| &group.without_core_loads).filter(|server| server.rss.is_some());
+            let ungrouped_names = self.server_names(ungrouped_servers.map(|server| server.id));
             warnings.push(format!(
                 "more than {} different RSS keys: the cores of {} count by their mean load (manage_rss = true gives \
                  all \
                  servers one key)",
                 intf::MAX_RSS_GROUPS,
-                left_over.join(", ")
+                ungrouped_names.join(", ")
             ));
         }
-        let buckets = service.fleet().buckets.get() as usize;
-        let longer =
-            |server: &&PoolServer| server.rss.as_ref().is_some_and(|rss| rss.indirection_table.entry_count() > buckets);
-        let longer = self.names(pool.eligible().filter(longer).map(|server| server.id));
-        if !longer.is_empty() {
+        let bucket_count = service.fleet().buckets.get() as usize;
+        let has_longer_table = |server: &&PoolServer| {
+            server.rss.as_ref().is_some_and(|rss| rss.indirection_table.entry_count() > bucket_count)
+        };
+        let longer_table_names =
+            self.server_names(pool.eligible_servers().filter(has_longer_table).map(|server| server.id));
+        if !longer_table_names.is_empty() {
             warnings.push(format!(
-                "{buckets} buckets are fewer than the indirection tables of {} have entries: a bucket reaches several \
+                "{bucket_count} buckets are fewer than the indirection tables of {} have entries: a bucket reaches \
+                 several \
                  of \
                  their cores, and the mean load of these counts (raise `buckets`)",
-                longer.join(", ")
+                longer_table_names.join(", ")
             ));
         }
         warnings
@@ -271,17 +281,17 @@ impl Controller {
 
     /// Returns a server's status. `rss_keys`: whether it includes the full RSS key.
     pub fn server_status(&self, id: ServerId, server: &FleetServer, rss_keys: bool, now: Now) -> Server {
-        let nobody = Agent::default();
-        let agent = self.agent(id).unwrap_or(&nobody);
+        let empty_agent = Agent::default();
+        let agent = self.agent(id).unwrap_or(&empty_agent);
         let state_reason = self.state_reason(id, server, now);
-        let newest = agent.newest_report.as_ref();
-        let known = agent.rss();
-        let rss = agent.rss.reported.as_ref().map(|rss| ServerRss {
+        let newest_report = agent.newest_report.as_ref();
+        let rss_config = agent.rss();
+        let server_rss = agent.rss.reported.as_ref().map(|rss| ServerRss {
             source: rss.source.clone(),
-            key: known.filter(|_| rss_keys).map(|rss| rss.key.to_string()),
-            key_fingerprint: known.map(|rss| rss.key.fingerprint()).unwrap_or_default(),
-            input_transform: known.map(|rss| rss.key.input_transform().name().to_owned()).unwrap_or_default(),
-            indirection_table: known
+            key: rss_config.filter(|_| rss_keys).map(|rss| rss.key.to_string()),
+            key_fingerprint: rss_config.map(|rss| rss.key.fingerprint()).unwrap_or_default(),
+            input_transform: rss_config.map(|rss| rss.key.input_transform().name().to_owned()).unwrap_or_default(),
+            indirection_table: rss_config
                 .iter()
                 .flat_map(|rss| rss.indirection_table.queues())
                 .map(|q| (*q).into())
@@ -297,28 +307,32 @@ impl Controller {
             state_reason: state_reason.reason,
             reports: agent.report_state(now),
             core_load: agent.loads(now).map(|loads| loads.to_vec()).unwrap_or_default(),
-            report_age_ms: newest.map_or(0, |newest| milliseconds_since(newest.received_at, now)),
+            report_age_ms: newest_report.map_or(0, |newest| milliseconds_since(newest.received_at, now)),
             open_connections: agent.open_connections(),
-            rss,
-            rss_matched: newest.map_or(0, |newest| newest.rss_matched),
-            rss_mismatched: newest.map_or(0, |newest| newest.rss_mismatched),
+            rss: server_rss,
+            rss_matched: newest_report.map_or(0, |newest| newest.rss_match_count),
+            rss_mismatched: newest_report.map_or(0, |newest| newest.rss_mismatch_count),
             warnings: self.server_warnings(server, agent, now),
             weight: server.weight.get(),
             capacity: self.capacity(server, agent).unwrap_or(0.0),
             configuration_generation: agent.confirmed_generation,
-            counters: newest.iter().flat_map(|newest| newest.details.counters.iter().cloned()).collect(),
-            dispatch: newest.iter().flat_map(|newest| &newest.details.dispatch).map(DispatchedService::from).collect(),
-            drained: self.drained(id, now),
+            counters: newest_report.iter().flat_map(|newest| newest.details.counters.iter().cloned()).collect(),
+            dispatch: newest_report
+                .iter()
+                .flat_map(|newest| &newest.details.dispatched_services)
+                .map(DispatchedService::from)
+                .collect(),
+            drained: self.drain_of(id, now),
             rack: agent.session.as_ref().and_then(|session| session.rack.as_ref().map(ToString::to_string)),
-            racks: self.fleet.racks_of(id).map(|racks| racks.iter().cloned().collect()),
-            connections: agent.connections(now).map(|counted| counted_connections(counted, now)),
+            racks: self.fleet.allowed_racks_of(id).map(|racks| racks.iter().cloned().collect()),
+            connections: agent.connections(now).map(|counted| to_counted_connections(counted, now)),
         }
     }
 
     /// Returns the server's capacity: the configured one, or else the number of its cores.
     pub(super) fn capacity(&self, server: &FleetServer, agent: &Agent) -> Option<f64> {
-        let cores = || agent.core_count().map(|cores| cores as f64);
-        server.capacity.map(Capacity::get).or_else(cores)
+        let core_count = || agent.core_count().map(|cores| cores as f64);
+        server.capacity.map(ServerCapacity::get).or_else(core_count)
     }
 
     pub(super) fn server_warnings(&self, server: &FleetServer, agent: &Agent, now: Now) -> Vec<String> {
@@ -326,7 +340,7 @@ impl Controller {
         if self.load_balancers.is_unreachable(&server.name, now) {
             warnings.push("no load balancer can find its MAC address: it takes no new connections".to_owned());
         }
-        if let Some(ahead) = agent.clock_ahead {
+        if let Some(ahead) = agent.clock_lead {
             warnings.push(format!(
                 "its wall clock is {} ms ahead of the controller's: one of the two is wrong (chronyc tracking)",
                 ahead.as_millis()
@@ -334,7 +348,7 @@ impl Controller {
         }
         warnings.extend(agent.rss.problem.clone());
         if let (Some(rss), Some(loads)) = (agent.rss(), agent.loads(now)) {
-            warnings.extend(queues_without_cores(rss, loads.len()));
+            warnings.extend(queue_count_warning(rss, loads.len()));
         }
         warnings.extend(agent.newest_report.iter().flat_map(|newest| newest.details.warnings.iter().cloned()));
         warnings
@@ -342,11 +356,12 @@ impl Controller {
 }
 
 /// Returns a warning if there are more receive queues than cores: loads of queues without a core count as average.
-fn queues_without_cores(rss: &RssConfig, cores: usize) -> Option<String> {
-    let highest = usize::from(*rss.indirection_table.queues().iter().max()?);
-    (highest >= cores).then(|| format!("its indirection table names receive queue {highest}, but {cores} cores report"))
+fn queue_count_warning(rss: &RssConfig, cores: usize) -> Option<String> {
+    let highest_queue = usize::from(*rss.indirection_table.queues().iter().max()?);
+    (highest_queue >= cores)
+        .then(|| format!("its indirection table names receive queue {highest_queue}, but {cores} cores report"))
 }
 
-pub(super) fn milliseconds_since(moment: Duration, now: Now) -> u32 {
-    now.monotonic.saturating_sub(moment).as_millis() as u32
+pub(super) fn milliseconds_since(start_time: Duration, now: Now) -> u32 {
+    now.monotonic.saturating_sub(start_time).as_millis() as u32
 }

@@ -10,12 +10,12 @@ use super::service::TableTrigger;
 
 /// Maximum number of a service's tables whose confirmations by load balancers are awaited. Latencies of slower
 /// confirmations are not measured.
-const MAX_UNCONFIRMED: usize = 1024;
+const MAX_UNCONFIRMED_TABLES: usize = 1024;
 
 /// Triggers of the newest tables, and histograms of the latencies until load balancers confirm the tables.
 #[derive(Debug, Default)]
 pub struct TableAcks {
-    unconfirmed_builds: HashMap<ServiceIndex, VecDeque<(u64, TableTrigger)>>,
+    unconfirmed_tables: HashMap<ServiceIndex, VecDeque<(u64, TableTrigger)>>,
     /// Generation of the newest confirmed table, by the load balancer's session and the service.
     confirmed_generations: HashMap<(u64, ServiceIndex), u64>,
     /// Histogram of the time from the arrival of a report to each load balancer's confirmation of its table.
@@ -25,24 +25,24 @@ pub struct TableAcks {
 }
 
 impl TableAcks {
-    pub fn record_build(&mut self, service: ServiceIndex, generation: u64, trigger: TableTrigger) {
-        let made = self.unconfirmed_builds.entry(service).or_default();
-        if made.len() == MAX_UNCONFIRMED {
-            made.pop_front();
+    pub fn record_table(&mut self, service: ServiceIndex, generation: u64, trigger: TableTrigger) {
+        let unconfirmed_tables = self.unconfirmed_tables.entry(service).or_default();
+        if unconfirmed_tables.len() == MAX_UNCONFIRMED_TABLES {
+            unconfirmed_tables.pop_front();
         }
-        made.push_back((generation, trigger));
+        unconfirmed_tables.push_back((generation, trigger));
     }
 
     /// Records that a load balancer has the table in force. The latency is also measured for earlier tables that this
     /// one has replaced before they were confirmed.
-    pub fn confirm(&mut self, session: u64, service: ServiceIndex, generation: u64, now: Now) {
-        let Some(made) = self.unconfirmed_builds.get(&service) else { return };
-        let before = self.confirmed_generations.insert((session, service), generation);
+    pub fn record_confirmation(&mut self, session: u64, service: ServiceIndex, generation: u64, now: Now) {
+        let Some(made) = self.unconfirmed_tables.get(&service) else { return };
+        let previous_generation = self.confirmed_generations.insert((session, service), generation);
         // A first confirmation after the session's begin may be of an earlier table.
-        let Some(before) = before else { return };
-        let first = made.partition_point(|(made, _)| *made <= before);
-        for (_, trigger) in made.range(first..).take_while(|(made, _)| *made <= generation) {
-            if trigger.is_load {
+        let Some(before) = previous_generation else { return };
+        let first_newly_confirmed = made.partition_point(|(made, _)| *made <= before);
+        for (_, trigger) in made.range(first_newly_confirmed..).take_while(|(made, _)| *made <= generation) {
+            if trigger.is_load_change {
                 self.latency_since_receipt.observe(now.monotonic.saturating_sub(trigger.received_at));
             }
             if let Some(sent) = trigger.sent_at {
@@ -55,8 +55,8 @@ impl TableAcks {
         self.confirmed_generations.retain(|(of, _), _| *of != session);
     }
 
-    pub fn retain(&mut self, is_there: impl Fn(ServiceIndex) -> bool) {
-        self.unconfirmed_builds.retain(|service, _| is_there(*service));
-        self.confirmed_generations.retain(|(_, service), _| is_there(*service));
+    pub fn retain(&mut self, is_in_fleet: impl Fn(ServiceIndex) -> bool) {
+        self.unconfirmed_tables.retain(|service, _| is_in_fleet(*service));
+        self.confirmed_generations.retain(|(_, service), _| is_in_fleet(*service));
     }
 }

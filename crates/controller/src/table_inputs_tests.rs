@@ -8,11 +8,11 @@ use coreward_model::ServerId;
 use coreward_model::health::{HealthVerdict, WhenAllDown};
 use coreward_model::policy::{Pool, PoolServer};
 use coreward_model::rss::seeded_rng;
-use coreward_wire::{CheckedServer, HealthMessage, TrafficMessage, v1};
+use coreward_wire::{HealthMessage, ServerCheckResult, TrafficMessage, v1};
 use proptest::prelude::*;
 
 use super::service::{Eligibility, Service};
-use super::tests::{plain_report, plain_rss};
+use super::tests::{even_rss, plain_report};
 use super::{Controller, Now, Session};
 use coreward_fleet::config::FleetConfig;
 use coreward_fleet::fleet::Fleet;
@@ -22,13 +22,13 @@ const SERVER_COUNT: usize = 4;
 const POLICIES: [&str; 4] = ["hash", "crossrss-plus", "least", "pow2"];
 
 /// Whether each server takes new connections; `None`: the server is not in the document.
-type States = [Option<bool>; SERVER_COUNT];
+type ServerStates = [Option<bool>; SERVER_COUNT];
 
 #[derive(Debug, Clone)]
-enum Change {
+enum InputChange {
     Report { server: usize, busy_ms: u64, cores: u32 },
     Disconnect { server: usize },
-    Configure { states: States, weight: u32, capacity: Option<u32>, slow_start: bool, fail_open: bool },
+    Configure { states: ServerStates, weight: u32, capacity: Option<u32>, slow_start: bool, fail_open: bool },
     Check { down: [bool; SERVER_COUNT] },
     Unresolved { servers: [bool; SERVER_COUNT] },
     Traffic { server: usize, opened: u64 },
@@ -36,24 +36,24 @@ enum Change {
     Nothing,
 }
 
-fn change() -> impl Strategy<Value = Change> {
-    let state = prop_oneof![1 => Just(None), 1 => Just(Some(false)), 4 => Just(Some(true))];
-    let states = [state.clone(), state.clone(), state.clone(), state];
+fn any_change() -> impl Strategy<Value = InputChange> {
+    let server_state = prop_oneof![1 => Just(None), 1 => Just(Some(false)), 4 => Just(Some(true))];
+    let server_states = [server_state.clone(), server_state.clone(), server_state.clone(), server_state];
     let capacity = proptest::option::of(1..4u32);
     prop_oneof![
         6 => (0..SERVER_COUNT, 0..100u64, 1..3u32)
-            .prop_map(|(server, busy_ms, cores)| Change::Report { server, busy_ms, cores: 2 * cores }),
-        1 => (0..SERVER_COUNT).prop_map(|server| Change::Disconnect { server }),
-        2 => (states, 1..4u32, capacity, any::<bool>(), any::<bool>()).prop_map(
+            .prop_map(|(server, busy_ms, cores)| InputChange::Report { server, busy_ms, cores: 2 * cores }),
+        1 => (0..SERVER_COUNT).prop_map(|server| InputChange::Disconnect { server }),
+        2 => (server_states, 1..4u32, capacity, any::<bool>(), any::<bool>()).prop_map(
             |(states, weight, capacity, slow_start, fail_open)| {
-                Change::Configure { states, weight, capacity, slow_start, fail_open }
+                InputChange::Configure { states, weight, capacity, slow_start, fail_open }
             }
         ),
-        2 => any::<[bool; SERVER_COUNT]>().prop_map(|down| Change::Check { down }),
-        1 => any::<[bool; SERVER_COUNT]>().prop_map(|servers| Change::Unresolved { servers }),
-        2 => (0..SERVER_COUNT, 1..50u64).prop_map(|(server, opened)| Change::Traffic { server, opened }),
-        1 => Just(Change::LoseLoadBalancer),
-        2 => Just(Change::Nothing),
+        2 => any::<[bool; SERVER_COUNT]>().prop_map(|down| InputChange::Check { down }),
+        1 => any::<[bool; SERVER_COUNT]>().prop_map(|servers| InputChange::Unresolved { servers }),
+        2 => (0..SERVER_COUNT, 1..50u64).prop_map(|(server, opened)| InputChange::Traffic { server, opened }),
+        1 => Just(InputChange::LoseLoadBalancer),
+        2 => Just(InputChange::Nothing),
     ]
 }
 
@@ -63,8 +63,8 @@ fn at(milliseconds: u64) -> Now {
     Now { monotonic, wall, record: wall }
 }
 
-fn config(change: &Change) -> FleetConfig {
-    let Change::Configure { states, weight, capacity, slow_start, fail_open } = change else { unreachable!() };
+fn config_after(change: &InputChange) -> FleetConfig {
+    let InputChange::Configure { states, weight, capacity, slow_start, fail_open } = change else { unreachable!() };
     let mut text = String::new();
     for (n, takes_connections) in states.iter().enumerate().filter_map(|(n, state)| Some((n, (*state)?))) {
         let state = if takes_connections { "active" } else { "draining" };
@@ -85,129 +85,140 @@ fn config(change: &Change) -> FleetConfig {
 struct Harness {
     controller: Controller,
     records: Records,
-    agents: [Option<Session>; SERVER_COUNT],
+    agent_sessions: [Option<Session>; SERVER_COUNT],
     sequence: u64,
-    load_balancer: Option<u64>,
-    traffic: TrafficMessage,
+    balancer_session: Option<u64>,
+    traffic_message: TrafficMessage,
     /// Inputs about servers that the newest table of each service was made from, by the service's name.
-    in_tables: BTreeMap<String, Vec<PoolServer>>,
+    inputs_of_tables: BTreeMap<String, Vec<PoolServer>>,
 }
 
 impl Harness {
-    fn all_servers() -> Change {
-        let states = [Some(true); SERVER_COUNT];
-        Change::Configure { states, weight: 1, capacity: None, slow_start: false, fail_open: false }
+    fn configure_all_servers() -> InputChange {
+        let server_states = [Some(true); SERVER_COUNT];
+        InputChange::Configure { states: server_states, weight: 1, capacity: None, slow_start: false, fail_open: false }
     }
 
     fn new() -> Self {
-        let all = Self::all_servers();
+        let initial_change = Self::configure_all_servers();
         let mut records = Records::generate(at(0).wall, &mut seeded_rng(5, 0));
-        records.apply(&config(&all), at(0).wall, &mut seeded_rng(6, 0)).unwrap();
-        let controller = Controller::new(Fleet::new(&config(&all), &records));
-        let (agents, traffic, in_tables) = Default::default();
-        Self { controller, records, agents, sequence: 0, load_balancer: None, traffic, in_tables }
+        records.apply(&config_after(&initial_change), at(0).wall, &mut seeded_rng(6, 0)).unwrap();
+        let controller = Controller::new(Fleet::new(&config_after(&initial_change), &records));
+        let (agent_sessions, traffic_message, inputs_of_tables) = Default::default();
+        Self {
+            controller,
+            records,
+            agent_sessions,
+            sequence: 0,
+            balancer_session: None,
+            traffic_message,
+            inputs_of_tables,
+        }
     }
 
     /// Applies the change, makes the tables that are due, and compares their inputs with the present ones.
-    fn step(&mut self, change: &Change, now: Now) {
-        self.apply(change, now);
+    fn apply_and_check(&mut self, change: &InputChange, now: Now) {
+        self.apply_change(change, now);
         self.controller.poll_inputs(now, true);
         while self.controller.make_next_due_table(now).is_some() {}
-        self.check(now);
+        self.check_inputs(now);
     }
 
-    fn apply(&mut self, change: &Change, now: Now) {
+    fn apply_change(&mut self, change: &InputChange, now: Now) {
         match change {
-            Change::Report { server, busy_ms, cores } => self.report(*server, *busy_ms, *cores, now),
-            Change::Disconnect { server } => {
-                if let Some(session) = self.agents[*server].take() {
+            InputChange::Report { server, busy_ms, cores } => self.report_load(*server, *busy_ms, *cores, now),
+            InputChange::Disconnect { server } => {
+                if let Some(session) = self.agent_sessions[*server].take() {
                     self.controller.disconnect(&session);
                 }
             }
-            Change::Configure { .. } => {
-                let config = config(change);
+            InputChange::Configure { .. } => {
+                let config = config_after(change);
                 if self.records.apply(&config, now.wall, &mut seeded_rng(7, 0)).is_ok() {
                     self.controller.configure(Fleet::new(&config, &self.records));
                 }
             }
-            Change::Check { down } => {
-                let Some(session) = self.load_balancer(now) else { return };
-                let indexes: Vec<_> = self.controller.services.iter().map(|service| service.fleet().index).collect();
-                let servers = indexes.into_iter().flat_map(|index| (0..SERVER_COUNT).map(move |n| (index, n)));
-                let checked = |verdict| CheckedServer { verdict: Some(verdict), ..Default::default() };
-                let verdict = |n: usize| checked(if down[n] { HealthVerdict::Down } else { HealthVerdict::Up });
-                let servers = servers.map(|(index, n)| (index, id(n), verdict(n))).collect();
-                self.controller.load_balancers.record_health(session, HealthMessage { servers }, now);
+            InputChange::Check { down } => {
+                let Some(session) = self.connected_balancer(now) else { return };
+                let service_indexes: Vec<_> =
+                    self.controller.services.iter().map(|service| service.fleet().index).collect();
+                let targets = service_indexes.into_iter().flat_map(|index| (0..SERVER_COUNT).map(move |n| (index, n)));
+                let checked_server = |verdict| ServerCheckResult { verdict: Some(verdict), ..Default::default() };
+                let check_result =
+                    |n: usize| checked_server(if down[n] { HealthVerdict::Down } else { HealthVerdict::Up });
+                let checked_servers = targets.map(|(index, n)| (index, id(n), check_result(n))).collect();
+                self.controller.load_balancers.record_health(session, HealthMessage { servers: checked_servers }, now);
             }
-            Change::Unresolved { servers } => {
-                let Some(session) = self.load_balancer(now) else { return };
-                let named = servers.iter().enumerate().filter(|(_, is)| **is).map(|(n, _)| format!("s{n}"));
-                let state = v1::LoadBalancerState { unresolved_servers: named.collect(), ..Default::default() };
+            InputChange::Unresolved { servers } => {
+                let Some(session) = self.connected_balancer(now) else { return };
+                let unresolved_names = servers.iter().enumerate().filter(|(_, is)| **is).map(|(n, _)| format!("s{n}"));
+                let state =
+                    v1::LoadBalancerState { unresolved_servers: unresolved_names.collect(), ..Default::default() };
                 self.controller.record_load_balancer_state(session, state, now);
             }
-            Change::Traffic { server, opened } => {
-                let Some(session) = self.load_balancer(now) else { return };
-                self.traffic.servers.entry(id(*server)).or_default().opened += opened;
-                self.controller.record_load_balancer_traffic(session, &self.traffic, now);
+            InputChange::Traffic { server, opened } => {
+                let Some(session) = self.connected_balancer(now) else { return };
+                self.traffic_message.servers.entry(id(*server)).or_default().opened += opened;
+                self.controller.record_load_balancer_traffic(session, &self.traffic_message, now);
             }
-            Change::LoseLoadBalancer => {
-                if let Some(session) = self.load_balancer.take() {
+            InputChange::LoseLoadBalancer => {
+                if let Some(session) = self.balancer_session.take() {
                     self.controller.load_balancers.disconnect(session, now);
                 }
             }
-            Change::Nothing => {}
+            InputChange::Nothing => {}
         }
     }
 
     /// Reports a server's load. If the number of its cores has changed, the report contains a new RSS configuration.
-    fn report(&mut self, server: usize, busy_ms: u64, cores: u32, now: Now) {
-        if self.agents[server].is_none() {
-            self.agents[server] = self.controller.register(&format!("s{server}"), "test", now).ok();
+    fn report_load(&mut self, server: usize, busy_ms: u64, cores: u32, now: Now) {
+        if self.agent_sessions[server].is_none() {
+            self.agent_sessions[server] = self.controller.register(&format!("s{server}"), "test", now).ok();
         }
-        let Some(session) = &self.agents[server] else { return };
+        let Some(session) = &self.agent_sessions[server] else { return };
         self.sequence += 1;
         let mut report = plain_report(self.sequence, now, &vec![busy_ms * 1_000_000 * self.sequence; cores as usize]);
         report.time_to_live = Duration::from_secs(2);
         report.rss_generation = u64::from(cores);
-        report.rss = Some(plain_rss(128, cores));
+        report.rss = Some(even_rss(128, cores));
         report.open_connections = busy_ms as u32;
         let _ = self.controller.report(session, Ok(report), now);
     }
 
-    fn load_balancer(&mut self, now: Now) -> Option<u64> {
-        if self.load_balancer.is_none() {
-            self.load_balancer = self.controller.register_load_balancer("lb", now).ok();
+    fn connected_balancer(&mut self, now: Now) -> Option<u64> {
+        if self.balancer_session.is_none() {
+            self.balancer_session = self.controller.register_load_balancer("lb", now).ok();
         }
-        self.load_balancer
+        self.balancer_session
     }
 
     /// Returns whether the server takes new connections of the service, according to the present inputs.
     fn is_eligible(controller: &Controller, service: &Service, id: ServerId, now: Now) -> bool {
         let of = |id: ServerId| controller.eligibility(service.fleet(), id, now);
-        let mut members = service.fleet().members.keys();
+        let mut member_ids = service.fleet().members.keys();
         let fails_open = service.fleet().when_all_down == WhenAllDown::FailOpen
-            && members.all(|id| of(*id) != Eligibility::Eligible)
+            && member_ids.all(|id| of(*id) != Eligibility::Eligible)
             && of(id) == Eligibility::Unhealthy;
         of(id) == Eligibility::Eligible || fails_open
     }
 
     /// Compares the inputs of each service's newest table with the same inputs as they are now.
-    fn check(&mut self, now: Now) {
+    fn check_inputs(&mut self, now: Now) {
         for service in &self.controller.services {
-            let name = &service.fleet().name;
-            let read = self.controller.pool(service, now);
-            let read = comparable(service, &read);
+            let service_name = &service.fleet().name;
+            let present_pool = self.controller.compute_pool(service, now);
+            let present_inputs = comparable_inputs(service, &present_pool);
             // A dropped pool is read again for the next table, which is not due.
-            let in_table = self.in_tables.entry(name.clone()).or_default();
+            let table_inputs = self.inputs_of_tables.entry(service_name.clone()).or_default();
             if let Some(pool) = service.cached_pool() {
-                *in_table = comparable(service, pool);
+                *table_inputs = comparable_inputs(service, pool);
             }
-            assert_eq!(*in_table, read, "{name}");
-            for server in in_table {
+            assert_eq!(*table_inputs, present_inputs, "{service_name}");
+            for server in table_inputs {
                 assert_eq!(
-                    server.eligible,
+                    server.is_eligible,
                     Self::is_eligible(&self.controller, service, server.id, now),
-                    "{name} {}",
+                    "{service_name} {}",
                     server.id
                 );
             }
@@ -220,8 +231,8 @@ fn id(server: usize) -> ServerId {
 }
 
 /// Returns the servers without inputs that the service's policy ignores, and without counts that tables restart.
-fn comparable(service: &Service, pool: &Pool) -> Vec<PoolServer> {
-    let compared = |server: PoolServer| {
+fn comparable_inputs(service: &Service, pool: &Pool) -> Vec<PoolServer> {
+    let comparable_server = |server: PoolServer| {
         let server = PoolServer { has_new_load: true, ..server };
         let server = match service.reads_traffic() {
             true => server,
@@ -229,24 +240,24 @@ fn comparable(service: &Service, pool: &Pool) -> Vec<PoolServer> {
         };
         if service.reads_loads() { server } else { PoolServer { loads: None, rss: None, ..server } }
     };
-    pool.servers().iter().cloned().map(compared).collect()
+    pool.servers().iter().cloned().map(comparable_server).collect()
 }
 
 /// A table in which a server begins its slow start has the new fraction as an input, and not the earlier value 1.
 #[test]
-fn slow_start_ends_by_configuration_or_time() {
-    let configure = |joined: Option<bool>, slow_start: bool| Change::Configure {
+fn slow_start_ends_by_a_new_configuration_or_after_its_time() {
+    let configure_server = |joined: Option<bool>, slow_start: bool| InputChange::Configure {
         states: [Some(true), joined, None, None],
         weight: 1,
         capacity: None,
         slow_start,
         fail_open: false,
     };
-    for (next, pause) in [(configure(Some(true), false), 1), (Change::Nothing, 2_500)] {
+    for (next, pause) in [(configure_server(Some(true), false), 1), (InputChange::Nothing, 2_500)] {
         let mut harness = Harness::new();
-        harness.step(&configure(None, true), at(1));
-        harness.step(&configure(Some(true), true), at(2));
-        harness.step(&next, at(2 + pause));
+        harness.apply_and_check(&configure_server(None, true), at(1));
+        harness.apply_and_check(&configure_server(Some(true), true), at(2));
+        harness.apply_and_check(&next, at(2 + pause));
     }
 }
 
@@ -254,25 +265,25 @@ fn slow_start_ends_by_configuration_or_time() {
 #[test]
 fn counts_of_a_removed_load_balancer_leave_the_table() {
     let mut harness = Harness::new();
-    harness.step(&Change::Traffic { server: 1, opened: 1 }, at(1));
-    harness.step(&Change::Report { server: 1, busy_ms: 0, cores: 2 }, at(2));
-    harness.step(&Change::Traffic { server: 1, opened: 1 }, at(3));
-    harness.step(&Change::LoseLoadBalancer, at(4));
-    harness.step(&Harness::all_servers(), at(5));
+    harness.apply_and_check(&InputChange::Traffic { server: 1, opened: 1 }, at(1));
+    harness.apply_and_check(&InputChange::Report { server: 1, busy_ms: 0, cores: 2 }, at(2));
+    harness.apply_and_check(&InputChange::Traffic { server: 1, opened: 1 }, at(3));
+    harness.apply_and_check(&InputChange::LoseLoadBalancer, at(4));
+    harness.apply_and_check(&Harness::configure_all_servers(), at(5));
 }
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
 
     #[test]
-    fn cached_inputs_of_tables_equal_those_read_again(
-        changes in proptest::collection::vec((change(), 1..3_000u64), 1..40),
+    fn cached_inputs_of_tables_equal_freshly_read_ones(
+        changes in proptest::collection::vec((any_change(), 1..3_000u64), 1..40),
     ) {
         let mut harness = Harness::new();
-        let mut now = 0;
+        let mut now_ms = 0;
         for (change, pause) in changes {
-            now += pause;
-            harness.step(&change, at(now));
+            now_ms += pause;
+            harness.apply_and_check(&change, at(now_ms));
         }
     }
 }

@@ -19,17 +19,17 @@ fn load_fraction(fixed_point: u32) -> f64 {
 impl Controller {
     /// Returns a summary of the newest table of every service, without the contents.
     pub fn table_summaries(&self, now: Now) -> Tables {
-        let summary = |service: &Service| {
-            let table = service.table(now);
+        let table_summary = |service: &Service| {
+            let table_and_age = service.table(now);
             TableSummary {
                 service: service.fleet().name.clone(),
-                generation: table.map_or(0, |(table, _)| table.generation),
-                age_ms: table.map_or(0, |(_, age)| age.as_millis() as u32),
-                rule: table.map(|(table, _)| table.rule.name().to_owned()),
+                generation: table_and_age.map_or(0, |(table, _)| table.generation),
+                age_ms: table_and_age.map_or(0, |(_, age)| age.as_millis() as u32),
+                rule: table_and_age.map(|(table, _)| table.rule.name().to_owned()),
                 bucket_count: service.fleet().buckets.get(),
             }
         };
-        Tables { tables: self.services.iter().map(summary).collect() }
+        Tables { tables: self.services.iter().map(table_summary).collect() }
     }
 
     pub fn service_position(&self, name: &str) -> Option<usize> {
@@ -46,9 +46,9 @@ impl Controller {
 
 /// Converts the table to the form of the API. `names`: names of all servers.
 pub fn to_api_table(service: &str, table: &PlacementTable, age: Duration, names: &HashMap<ServerId, String>) -> Table {
-    let name = |id: ServerId| names.get(&id).cloned().unwrap_or_else(|| format!("(id {id})"));
-    let member = |member: &coreward_model::placement::Member| Member {
-        server: name(member.server),
+    let server_name = |id: ServerId| names.get(&id).cloned().unwrap_or_else(|| format!("(id {id})"));
+    let to_api_member = |member: &coreward_model::placement::TableMember| Member {
+        server: server_name(member.server),
         load: load_fraction(member.load),
     };
     Table {
@@ -57,22 +57,22 @@ pub fn to_api_table(service: &str, table: &PlacementTable, age: Duration, names:
         age_ms: age.as_millis() as u32,
         rule: table.rule.name().to_owned(),
         bucket_count: table.bucket_count.get(),
-        groups: candidates(table, name),
-        members: table.members.iter().map(member).collect(),
-        consistent: table.consistent_servers.iter().map(|id| name(*id)).collect(),
+        groups: candidates_by_group(table, server_name),
+        members: table.members.iter().map(to_api_member).collect(),
+        consistent: table.consistent_servers.iter().map(|id| server_name(*id)).collect(),
     }
 }
 
 /// Returns the names and loads of the candidates, by RSS group and bucket.
-fn candidates(table: &PlacementTable, name: impl Fn(ServerId) -> String) -> Vec<Vec<Vec<Candidate>>> {
+fn candidates_by_group(table: &PlacementTable, name: impl Fn(ServerId) -> String) -> Vec<Vec<Vec<Candidate>>> {
     let (buckets, per_bucket) = (table.bucket_count.get() as usize, table.candidates_per_bucket as usize);
-    let candidate = |candidate: &coreward_model::placement::Candidate| Candidate {
+    let to_api_candidate = |candidate: &coreward_model::placement::CandidateCore| Candidate {
         server: name(candidate.server),
         core: table.core_slots.get(usize::from(candidate.core_slot)).map(|core| core.core.into()),
         load: load_fraction(candidate.load),
     };
-    let groups = table.candidates.chunks((buckets * per_bucket).max(1));
-    let of_group =
-        |group: &[_]| group.chunks(per_bucket.max(1)).map(|few| few.iter().map(candidate).collect()).collect();
-    groups.map(of_group).collect()
+    let group_candidates = table.candidates.chunks((buckets * per_bucket).max(1));
+    let candidates_by_bucket =
+        |group: &[_]| group.chunks(per_bucket.max(1)).map(|few| few.iter().map(to_api_candidate).collect()).collect();
+    group_candidates.map(candidates_by_bucket).collect()
 }

@@ -29,22 +29,22 @@ impl TokenBucket {
         let elapsed = now.saturating_sub(self.updated_at).as_secs_f64();
         self.updated_at = now;
         self.tokens = (self.tokens + elapsed / quota.interval.as_secs_f64()).min(quota.burst.into());
-        let may = self.tokens >= 1.0;
-        self.tokens -= f64::from(u8::from(may));
-        may
+        let is_token_left = self.tokens >= 1.0;
+        self.tokens -= f64::from(u8::from(is_token_left));
+        is_token_left
     }
 }
 
 impl TokenBucket {
     /// Returns the time until the next token is available, without taking it; zero: a token is left.
     pub fn time_until_token(&self, quota: Quota, now: Duration) -> Duration {
-        let every = quota.interval.as_secs_f64();
-        let left = self.tokens + now.saturating_sub(self.updated_at).as_secs_f64() / every;
+        let token_interval_s = quota.interval.as_secs_f64();
+        let available_tokens = self.tokens + now.saturating_sub(self.updated_at).as_secs_f64() / token_interval_s;
         // One nanosecond more, because a rounded-down time would end before the token exists.
-        if left >= 1.0 {
+        if available_tokens >= 1.0 {
             Duration::ZERO
         } else {
-            Duration::from_secs_f64((1.0 - left) * every) + Duration::from_nanos(1)
+            Duration::from_secs_f64((1.0 - available_tokens) * token_interval_s) + Duration::from_nanos(1)
         }
     }
 }
@@ -54,11 +54,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn burst_is_followed_by_the_rate() {
+    fn burst_is_followed_by_tokens_at_the_configured_rate() {
         let quota = Quota { interval: Duration::from_millis(50), burst: 3 };
         let mut bucket = quota.from(Duration::ZERO);
-        let mut taken = |ms: u64| (0..10).filter(|_| bucket.take(quota, Duration::from_millis(ms))).count();
-        assert_eq!((taken(0), taken(49), taken(50), taken(150), taken(10_000)), (3, 0, 1, 2, 3));
+        let mut count_taken = |ms: u64| (0..10).filter(|_| bucket.take(quota, Duration::from_millis(ms))).count();
+        assert_eq!(
+            (count_taken(0), count_taken(49), count_taken(50), count_taken(150), count_taken(10_000)),
+            (3, 0, 1, 2, 3)
+        );
     }
 
     #[test]

@@ -26,8 +26,8 @@ impl Controller {
                     .to_owned(),
             );
         }
-        let ahead = self.load_balancers.newer_configurations(self.fleet.document.generation);
-        warnings.extend(ahead.map(|(name, generation)| {
+        let newer_configurations = self.load_balancers.newer_configurations(self.fleet.document.generation);
+        warnings.extend(newer_configurations.map(|(name, generation)| {
             format!(
                 "load balancer {name} had configuration {generation} in force, and the store has {}: expected the \
                  newest copy of the store, or `coreward apply FILE` if this one is right",
@@ -37,7 +37,7 @@ impl Controller {
         warnings
     }
 
-    pub fn is_store_behind(&self) -> bool {
+    pub fn is_store_outdated(&self) -> bool {
         self.load_balancers.newer_configurations(self.fleet.document.generation).next().is_some()
     }
 }

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 use coreward_api::types::{Acknowledgements, RefusedUpdate, Waiting};
 use coreward_http::client::Client;
 use coreward_render::block_on;
-use coreward_render::fleet::{ProposedFleet, format_applied};
+use coreward_render::fleet::{ProposedFleet, format_apply_result};
 
-use crate::{Format, QueryArgs, print};
+use crate::{OutputFormat, QueryArgs, print};
 
 #[derive(clap::Args)]
 pub struct ApplyArgs {
@@ -40,37 +40,41 @@ const POLL_INTERVAL: Duration = Duration::from_millis(200);
 pub fn run(args: &ApplyArgs) -> anyhow::Result<()> {
     let client = args.query.contact.client()?;
     let proposed = ProposedFleet::read(&client, &args.file)?;
-    let is_done = confirm_and_apply(proposed, args.query.format, (args.dry_run, args.yes))?;
-    if is_done && args.wait { wait_until_in_force(&client, args.timeout.into()) } else { Ok(()) }
+    let is_applied = confirm_and_apply(proposed, args.query.format, (args.dry_run, args.yes))?;
+    if is_applied && args.wait { wait_until_in_force(&client, args.timeout.into()) } else { Ok(()) }
 }
 
 /// Shows the changes, asks for confirmation, and applies the document. Returns whether the document is in force now.
-fn confirm_and_apply(proposed: ProposedFleet, format: Format, (dry_run, yes): (bool, bool)) -> anyhow::Result<bool> {
-    let only_looked = dry_run || proposed.is_in_force();
+fn confirm_and_apply(
+    proposed: ProposedFleet,
+    format: OutputFormat,
+    (dry_run, yes): (bool, bool),
+) -> anyhow::Result<bool> {
+    let only_shows_changes = dry_run || proposed.is_in_force();
     // JSON output is one object, the result.
-    if only_looked || format == Format::Text {
+    if only_shows_changes || format == OutputFormat::Text {
         print(&proposed.format_changes(format.into())?)?;
     }
-    if only_looked {
+    if only_shows_changes {
         return Ok(!dry_run);
     }
     // With JSON output the operator has not seen the changes.
-    let may_ask = format == Format::Text;
-    anyhow::ensure!(yes || may_ask, "nothing was changed: `--format json` expects --yes or --dry-run");
-    anyhow::ensure!(yes || confirm()?, "nothing was changed");
-    print(&format_applied(&proposed.apply()?, format.into())?)?;
+    let can_ask = format == OutputFormat::Text;
+    anyhow::ensure!(yes || can_ask, "nothing was changed: `--format json` expects --yes or --dry-run");
+    anyhow::ensure!(yes || ask_for_confirmation()?, "nothing was changed");
+    print(&format_apply_result(&proposed.apply()?, format.into())?)?;
     Ok(true)
 }
 
 fn wait_until_in_force(client: &Client, timeout: Duration) -> anyhow::Result<()> {
-    let limit = Instant::now() + timeout;
+    let deadline = Instant::now() + timeout;
     loop {
-        let seen = block_on(client.acknowledgements())?;
-        if is_in_force(&seen) {
+        let acknowledgements = block_on(client.acknowledgements())?;
+        if is_in_force(&acknowledgements) {
             return Ok(());
         }
-        if is_wait_over(&seen) || Instant::now() >= limit {
-            anyhow::bail!("{}", describe_pending(&seen));
+        if is_wait_over(&acknowledgements) || Instant::now() >= deadline {
+            anyhow::bail!("{}", describe_missing_acknowledgements(&acknowledgements));
         }
         std::thread::sleep(POLL_INTERVAL);
     }
@@ -83,13 +87,14 @@ fn is_in_force(seen: &Acknowledgements) -> bool {
 /// Returns whether further waiting is useless: a daemon rejects this configuration, or all connected ones have
 /// answered.
 fn is_wait_over(seen: &Acknowledgements) -> bool {
-    let newest = seen.configuration_generation;
-    let refuses_it = |refused: &RefusedUpdate| refused.kind == "configuration" && refused.generation == newest;
-    seen.waiting_count == 0 || seen.refused.iter().any(refuses_it)
+    let newest_generation = seen.configuration_generation;
+    let is_of_newest =
+        |refused: &RefusedUpdate| refused.kind == "configuration" && refused.generation == newest_generation;
+    seen.waiting_count == 0 || seen.refused.iter().any(is_of_newest)
 }
 
 /// Describes the peers that lack the newest configuration or a part of it.
-fn describe_pending(seen: &Acknowledgements) -> String {
+fn describe_missing_acknowledgements(seen: &Acknowledgements) -> String {
     let mut lines = vec![format!(
         "configuration {} is in force at {}, not at {}; {} updates were refused, {} load balancers are not connected:",
         seen.configuration_generation,
@@ -98,22 +103,22 @@ fn describe_pending(seen: &Acknowledgements) -> String {
         seen.refused_count,
         seen.disconnected.len()
     )];
-    let waiting = |waiting: &Waiting| {
+    let waiting_line = |waiting: &Waiting| {
         format!("  {} {}: has configuration {}", waiting.part, waiting.name, waiting.configuration_generation)
     };
-    let lost = |Waiting { name, .. }: &Waiting| {
+    let disconnected_line = |Waiting { name, .. }: &Waiting| {
         format!(
             "  lb {name}: is not connected, and forwards by what it has, if it runs: expected its daemon to run, or \
              `coreward lb forget {name}` if it is gone for good"
         )
     };
-    lines.extend(seen.waiting.iter().map(waiting));
-    lines.extend(RefusedUpdate::lines(&seen.refused).into_iter().map(|line| format!("  {line}")));
-    lines.extend(seen.disconnected.iter().map(lost));
+    lines.extend(seen.waiting.iter().map(waiting_line));
+    lines.extend(RefusedUpdate::summary_lines(&seen.refused).into_iter().map(|line| format!("  {line}")));
+    lines.extend(seen.disconnected.iter().map(disconnected_line));
     lines.join("\n")
 }
 
-fn confirm() -> anyhow::Result<bool> {
+fn ask_for_confirmation() -> anyhow::Result<bool> {
     anyhow::ensure!(std::io::stdin().is_terminal(), "standard input is no terminal: expected --yes or --dry-run");
     write!(std::io::stdout(), "Apply this? [y/N] ")?;
     std::io::stdout().flush()?;
@@ -127,7 +132,8 @@ mod tests {
     use super::*;
 
     fn acknowledgements_of(waiting: u64, refused: &[u64], lost: &[&str]) -> Acknowledgements {
-        let part = |name: &str| Waiting { part: "lb".to_owned(), name: name.to_owned(), configuration_generation: 4 };
+        let load_balancer =
+            |name: &str| Waiting { part: "lb".to_owned(), name: name.to_owned(), configuration_generation: 4 };
         let refused: Vec<RefusedUpdate> = refused
             .iter()
             .map(|generation| RefusedUpdate {
@@ -143,15 +149,15 @@ mod tests {
             configuration_generation: 5,
             acknowledged_count: 1,
             waiting_count: waiting,
-            waiting: (0..waiting).map(|_| part("lb1")).collect(),
+            waiting: (0..waiting).map(|_| load_balancer("lb1")).collect(),
             refused_count: refused.len() as u64,
             refused,
-            disconnected: lost.iter().copied().map(part).collect(),
+            disconnected: lost.iter().copied().map(load_balancer).collect(),
         }
     }
 
     #[test]
-    fn refusal_of_this_configuration_ends_the_wait() {
+    fn refusal_of_the_newest_configuration_ends_the_wait() {
         assert!(is_wait_over(&acknowledgements_of(1, &[5], &[])));
         assert!(!is_wait_over(&acknowledgements_of(1, &[4], &[])), "the refusal of an older one");
         assert!(!is_wait_over(&acknowledgements_of(1, &[], &[])));
@@ -159,9 +165,13 @@ mod tests {
     }
 
     #[test]
-    fn stopped_load_balancer_is_named() {
-        let stopped = acknowledgements_of(0, &[], &["lb2"]);
-        assert!(!is_in_force(&stopped) && is_wait_over(&stopped));
-        assert!(describe_pending(&stopped).contains("  lb lb2: is not connected"), "{}", describe_pending(&stopped));
+    fn disconnected_load_balancer_is_named_in_the_error() {
+        let acknowledgements = acknowledgements_of(0, &[], &["lb2"]);
+        assert!(!is_in_force(&acknowledgements) && is_wait_over(&acknowledgements));
+        assert!(
+            describe_missing_acknowledgements(&acknowledgements).contains("  lb lb2: is not connected"),
+            "{}",
+            describe_missing_acknowledgements(&acknowledgements)
+        );
     }
 }

@@ -3,7 +3,7 @@
 use coreward_api::types::{AuditEntry, AuditQuery};
 use coreward_render::block_on;
 
-use crate::{Format, QueryArgs, print};
+use crate::{OutputFormat, QueryArgs, print};
 
 #[derive(clap::Args)]
 pub struct AuditArgs {
@@ -15,17 +15,17 @@ pub struct AuditArgs {
 }
 
 /// Runs `coreward audit`. Fails if the controller cannot be reached, or rejects the request.
-pub fn audit(args: &AuditArgs) -> anyhow::Result<()> {
+pub fn print_audit_log(args: &AuditArgs) -> anyhow::Result<()> {
     let client = args.query.contact.client()?;
     let audit = block_on(client.audit(&AuditQuery { after: 0, limit: Some(args.limit) }))?;
-    if args.query.format == Format::Json {
+    if args.query.format == OutputFormat::Json {
         return print(&serde_json::to_string_pretty(&audit)?);
     }
-    print(&audit.entries.iter().map(line).collect::<String>())
+    print(&audit.entries.iter().map(format_entry).collect::<String>())
 }
 
 /// Returns a line such as "2026-11-23T14:05:09Z #7 alice from 10.1.0.9: drain s1: not drained -> drained".
-fn line(entry: &AuditEntry) -> String {
+fn format_entry(entry: &AuditEntry) -> String {
     let at = format_time(entry.at_unix_ms);
     let AuditEntry { id, actor, from_address, action, target, before, after, .. } = entry;
     let from = if from_address.is_empty() { String::new() } else { format!(" from {from_address}") };
@@ -56,6 +56,6 @@ mod tests {
         };
         let expected =
             "2026-11-23T14:05:09Z #7 operator token 1a2b3c4d from 10.1.0.9: drain s1: not drained -> drained\n";
-        assert_eq!(line(&entry), expected);
+        assert_eq!(format_entry(&entry), expected);
     }
 }

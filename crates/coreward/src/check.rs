@@ -10,7 +10,7 @@ use coreward_fleet::config::FleetConfig;
 use coreward_fleet::config::file::FleetFile;
 use serde_json::{Value, json};
 
-use crate::{Format, print};
+use crate::{OutputFormat, print};
 
 #[derive(clap::Args)]
 pub struct CheckArgs {
@@ -21,8 +21,8 @@ pub struct CheckArgs {
     #[arg(long, value_enum)]
     kind: Option<FileKind>,
     /// Format of the output
-    #[arg(long, value_enum, default_value_t = Format::Text)]
-    format: Format,
+    #[arg(long, value_enum, default_value_t = OutputFormat::Text)]
+    format: OutputFormat,
     /// Print the JSON schema of a kind of file, for editors
     #[arg(long, value_name = "KIND", value_enum, conflicts_with_all = ["files", "kind"])]
     schema: Option<FileKind>,
@@ -52,21 +52,21 @@ pub fn run(args: &CheckArgs) -> anyhow::Result<()> {
     if let Some(kind) = args.schema {
         return print(&format!("{:#}", kind.schema()));
     }
-    let mut checked = Vec::new();
+    let mut checked_files = Vec::new();
     for file in &args.files {
-        checked.push(CheckedFile::new(file, args.kind));
+        checked_files.push(CheckedFile::new(file, args.kind));
     }
     print(&match args.format {
-        Format::Text => checked.iter().map(CheckedFile::text).collect::<Vec<_>>().join("\n"),
-        Format::Json => format!("{:#}", Value::from_iter(checked.iter().map(CheckedFile::json))),
+        OutputFormat::Text => checked_files.iter().map(CheckedFile::to_text).collect::<Vec<_>>().join("\n"),
+        OutputFormat::Json => format!("{:#}", Value::from_iter(checked_files.iter().map(CheckedFile::to_json))),
     })?;
-    let wrong: usize = checked.iter().map(CheckedFile::mistake_count).sum();
-    let mistakes = if wrong == 1 { "mistake" } else { "mistakes" };
+    let total_mistakes: usize = checked_files.iter().map(CheckedFile::count_mistakes).sum();
+    let mistake_noun = if total_mistakes == 1 { "mistake" } else { "mistakes" };
     anyhow::ensure!(
-        wrong == 0,
-        "{wrong} {mistakes} in {} of {} files",
-        CheckedFile::count_invalid(&checked),
-        checked.len()
+        total_mistakes == 0,
+        "{total_mistakes} {mistake_noun} in {} of {} files",
+        CheckedFile::count_files_with_mistakes(&checked_files),
+        checked_files.len()
     );
     Ok(())
 }
@@ -90,27 +90,27 @@ impl<'a> CheckedFile<'a> {
         Self { file, kind: kind.ok(), mistakes }
     }
 
-    fn mistake_count(&self) -> usize {
+    fn count_mistakes(&self) -> usize {
         self.mistakes.as_ref().map_or(0, |mistakes| mistakes.list.len() + mistakes.omitted_count)
     }
 
-    fn count_invalid(all: &[Self]) -> usize {
+    fn count_files_with_mistakes(all: &[Self]) -> usize {
         all.iter().filter(|checked| checked.mistakes.is_some()).count()
     }
 
-    fn text(&self) -> String {
+    fn to_text(&self) -> String {
         match &self.mistakes {
             Some(mistakes) => mistakes.to_string(),
             None => format!("{}: ok ({})", self.file.display(), self.kind.map_or("", FileKind::name)),
         }
     }
 
-    fn json(&self) -> Value {
-        let list = self.mistakes.as_ref().map(|mistakes| mistakes.list.iter().map(|mistake| mistake.json()));
+    fn to_json(&self) -> Value {
+        let mistake_objects = self.mistakes.as_ref().map(|mistakes| mistakes.list.iter().map(|mistake| mistake.json()));
         json!({
             "file": self.file,
             "kind": self.kind.map(FileKind::name),
-            "mistakes": list.into_iter().flatten().collect::<Vec<_>>(),
+            "mistakes": mistake_objects.into_iter().flatten().collect::<Vec<_>>(),
             "more": self.mistakes.as_ref().map_or(0, |mistakes| mistakes.omitted_count),
         })
     }
@@ -157,13 +157,14 @@ impl FileKind {
 
     /// Checks a controller's file together with the fleet document that it names.
     fn check_with_fleet_file(self, source: &Source) -> Result<(), Diagnostics> {
-        let own = self.check(source);
-        let named = match self {
-            Self::Controller => fleet_path(source).map_or(Ok(()), |path| FleetConfig::load(&path).map(|_| ())),
+        let own_result = self.check(source);
+        let fleet_result = match self {
+            Self::Controller => fleet_file_path(source).map_or(Ok(()), |path| FleetConfig::load(&path).map(|_| ())),
             _ => Ok(()),
         };
-        let own = own.and_then(|()| if self == Self::Controller { check_etcd_files(source) } else { Ok(()) });
-        match (own, named) {
+        let own_result =
+            own_result.and_then(|()| if self == Self::Controller { check_etcd_files(source) } else { Ok(()) });
+        match (own_result, fleet_result) {
             (Ok(()), named) => named,
             (own, Ok(())) => own,
             (Err(own), Err(named)) => Err(Diagnostics {
@@ -178,17 +179,18 @@ impl FileKind {
     fn of(source: &Source) -> Result<Self, Diagnostics> {
         let keys = source.keys();
         let name = source.path().file_stem().and_then(|name| name.to_str()).unwrap_or_default();
-        let fit = |kind: Self| {
+        let misfit = |kind: Self| {
             let schema = kind.schema();
-            let unknown = keys.iter().filter(|key| schema["properties"].get(key.as_str()).is_none()).count();
-            let mistakes = kind.check(source).err().map_or(0, |mistakes| mistakes.list.len() + mistakes.omitted_count);
-            (unknown, !name.starts_with(kind.name()), mistakes)
+            let unknown_key_count = keys.iter().filter(|key| schema["properties"].get(key.as_str()).is_none()).count();
+            let mistake_count =
+                kind.check(source).err().map_or(0, |mistakes| mistakes.list.len() + mistakes.omitted_count);
+            (unknown_key_count, !name.starts_with(kind.name()), mistake_count)
         };
-        let kinds = <Self as clap::ValueEnum>::value_variants().iter().map(|kind| (fit(*kind), *kind));
-        let mut kinds: Vec<((usize, bool, usize), Self)> = kinds.collect();
-        kinds.sort_by_key(|(fit, _)| *fit);
-        if kinds[0].0 < kinds[1].0 {
-            return Ok(kinds[0].1);
+        let kinds_with_misfit = <Self as clap::ValueEnum>::value_variants().iter().map(|kind| (misfit(*kind), *kind));
+        let mut kinds_by_misfit: Vec<((usize, bool, usize), Self)> = kinds_with_misfit.collect();
+        kinds_by_misfit.sort_by_key(|(fit, _)| *fit);
+        if kinds_by_misfit[0].0 < kinds_by_misfit[1].0 {
+            return Ok(kinds_by_misfit[0].1);
         }
         let message = "fits several kinds of files: expected `--kind`, or a name that begins with its kind";
         let mut list = vec![Diagnostic::for_file(source.path(), message)];
@@ -200,12 +202,12 @@ impl FileKind {
 /// Checks the certificate files of `[etcd.tls]` as the daemon does.
 fn check_etcd_files(controller: &Source) -> Result<(), Diagnostics> {
     let StoreLocation::Etcd(etcd) = ControllerConfig::parse(controller)?.store else { return Ok(()) };
-    let wrong = |error| Diagnostic::for_file(controller.path(), &format!("[etcd.tls]: {error:#}")).into();
-    leader_election::connect_cluster(&etcd).map(drop).map_err(wrong)
+    let to_diagnostics = |error| Diagnostic::for_file(controller.path(), &format!("[etcd.tls]: {error:#}")).into();
+    leader_election::connect_cluster(&etcd).map(drop).map_err(to_diagnostics)
 }
 
 /// Returns the path of the fleet document that a controller's file names, even if other keys are wrong.
-fn fleet_path(controller: &Source) -> Option<PathBuf> {
+fn fleet_file_path(controller: &Source) -> Option<PathBuf> {
     let table: toml::Table = controller.parse().ok()?;
     Some(controller.path().parent()?.join(table.get("fleet")?.as_str()?))
 }
@@ -241,36 +243,36 @@ mod tests {
         blocks
     }
 
-    fn kind_of(text: &str) -> Result<FileKind, Diagnostics> {
+    fn detect_kind(text: &str) -> Result<FileKind, Diagnostics> {
         FileKind::of(&Source::from_text("some.toml", text))
     }
 
-    fn accepts(schema: &Value, text: &str) -> bool {
+    fn schema_accepts(schema: &Value, text: &str) -> bool {
         let value: toml::Value = toml::from_str(text).unwrap();
         jsonschema::is_valid(schema, &serde_json::to_value(value).unwrap())
     }
 
     /// The examples are valid, recognised, and match the schema; with an unknown key, parser and schema reject them.
     #[test]
-    fn documents_in_the_manual_are_valid() {
-        let mut seen = Vec::new();
+    fn toml_examples_in_the_manual_are_valid() {
+        let mut found_kinds = Vec::new();
         for (page_line, toml_text) in documented_examples() {
-            let kind = kind_of(&toml_text).unwrap_or_else(|mistakes| panic!("{page_line}: {mistakes}"));
+            let kind = detect_kind(&toml_text).unwrap_or_else(|mistakes| panic!("{page_line}: {mistakes}"));
             let outcome = kind.check(&Source::from_text(&page_line, &toml_text));
-            let wrong = outcome.err().map_or_else(Vec::new, |mistakes| mistakes.list);
+            let mistakes = outcome.err().map_or_else(Vec::new, |mistakes| mistakes.list);
             // The certificates are the reader's.
-            let is_elsewhere = |mistake: &Diagnostic| {
+            let is_missing_certificate = |mistake: &Diagnostic| {
                 mistake.key.starts_with("tls.") && mistake.problem.contains("No such file or directory")
             };
-            assert!(wrong.iter().all(is_elsewhere), "{page_line}: {wrong:?}");
-            assert!(accepts(&kind.schema(), &toml_text), "{page_line} as {}", kind.name());
-            let unknown = format!("colour = \"red\"\n{toml_text}");
-            assert!(kind.check(&Source::from_text(&page_line, &unknown)).is_err(), "{page_line}");
-            assert!(!accepts(&kind.schema(), &unknown), "{page_line} as {}", kind.name());
-            seen.push(kind.name());
+            assert!(mistakes.iter().all(is_missing_certificate), "{page_line}: {mistakes:?}");
+            assert!(schema_accepts(&kind.schema(), &toml_text), "{page_line} as {}", kind.name());
+            let text_with_unknown_key = format!("colour = \"red\"\n{toml_text}");
+            assert!(kind.check(&Source::from_text(&page_line, &text_with_unknown_key)).is_err(), "{page_line}");
+            assert!(!schema_accepts(&kind.schema(), &text_with_unknown_key), "{page_line} as {}", kind.name());
+            found_kinds.push(kind.name());
         }
         for kind in FileKind::value_variants() {
-            assert!(seen.contains(&kind.name()), "no document of {} in {seen:?}", kind.name());
+            assert!(found_kinds.contains(&kind.name()), "no document of {} in {found_kinds:?}", kind.name());
         }
     }
 
@@ -299,10 +301,14 @@ mod tests {
             ),
         ];
         for (kind, good, more) in cases {
-            let bad = format!("{good}{more}");
+            let text_with_unknown_key = format!("{good}{more}");
             let schema = kind.schema();
-            assert!(accepts(&schema, good) && kind.check(&Source::from_text("f", good)).is_ok(), "{good}");
-            assert!(!accepts(&schema, &bad) && kind.check(&Source::from_text("f", &bad)).is_err(), "{bad}");
+            assert!(schema_accepts(&schema, good) && kind.check(&Source::from_text("f", good)).is_ok(), "{good}");
+            assert!(
+                !schema_accepts(&schema, &text_with_unknown_key)
+                    && kind.check(&Source::from_text("f", &text_with_unknown_key)).is_err(),
+                "{text_with_unknown_key}"
+            );
         }
     }
 
@@ -320,10 +326,10 @@ mod tests {
             ("[[server]]\nweight = -1\nid = 9\n[[server]]\nnam = 1\n[[service]]\nvip = 1\nx = 1\n", FileKind::Fleet),
             ("name = \"\"\ncontroller = []\ninterface = \"\"\npin_directory = \"\"\nxdp_mode = 1\n", FileKind::Lb),
         ] {
-            assert_eq!(kind_of(text).unwrap(), kind, "{text}");
+            assert_eq!(detect_kind(text).unwrap(), kind, "{text}");
         }
-        let absent = CheckedFile::new(Path::new("/nonexistent/lb.toml"), None).text();
-        assert!(absent.starts_with("/nonexistent/lb.toml: No such file"), "{absent}");
+        let text = CheckedFile::new(Path::new("/nonexistent/lb.toml"), None).to_text();
+        assert!(text.starts_with("/nonexistent/lb.toml: No such file"), "{text}");
     }
 
     #[test]
@@ -336,8 +342,8 @@ mod tests {
         // The keys do here.
         assert_eq!(of("lb.toml", "server = \"s1\"\nmanage_rss = true\n"), Ok(FileKind::Agent));
         // Without valid TOML there are no keys: the error is the syntax.
-        let neither = of("some.toml", "= 5\n").unwrap_err();
-        assert!(neither.contains("some.toml: fits several kinds") && neither.contains("some.toml:1:1: "), "{neither}");
+        let error = of("some.toml", "= 5\n").unwrap_err();
+        assert!(error.contains("some.toml: fits several kinds") && error.contains("some.toml:1:1: "), "{error}");
     }
 
     /// `coreward check <(...)`: the text of a pipe can be read only once.
@@ -346,11 +352,11 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let pipe = directory.path().join("some");
         assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
-        let writer = pipe.clone();
-        let writer = std::thread::spawn(move || std::fs::write(writer, "[[server]]\nname = \"s1\"\n").unwrap());
+        let pipe_path = pipe.clone();
+        let writer = std::thread::spawn(move || std::fs::write(pipe_path, "[[server]]\nname = \"s1\"\n").unwrap());
         let checked = CheckedFile::new(&pipe, None);
         writer.join().unwrap();
-        assert_eq!((checked.kind, checked.mistake_count()), (Some(FileKind::Fleet), 1), "{}", checked.text());
+        assert_eq!((checked.kind, checked.count_mistakes()), (Some(FileKind::Fleet), 1), "{}", checked.to_text());
     }
 
     /// A controller's file is checked together with the fleet document that it names, even if both are wrong.

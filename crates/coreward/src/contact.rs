@@ -43,14 +43,14 @@ pub struct ControllerArgs {
 impl ControllerArgs {
     /// Returns a client of the controllers. Fails if a file cannot be read, or is invalid.
     pub fn client(&self) -> anyhow::Result<Client> {
-        let files = |((ca, certificate), key)| CredentialFiles { ca, certificate, key };
-        let certificate = self.ca.clone().zip(self.certificate.clone()).zip(self.key.clone()).map(files);
-        let token = || Credential::Token { file: self.token_file.clone(), ca: self.ca.clone() };
-        let proof = certificate.map_or_else(token, Credential::Certificate);
-        let host = match self.controller_name.as_slice() {
+        let to_files = |((ca, certificate), key)| CredentialFiles { ca, certificate, key };
+        let certificate_files = self.ca.clone().zip(self.certificate.clone()).zip(self.key.clone()).map(to_files);
+        let token_credential = || Credential::Token { file: self.token_file.clone(), ca: self.ca.clone() };
+        let credential = certificate_files.map_or_else(token_credential, Credential::Certificate);
+        let expected_host = match self.controller_name.as_slice() {
             [] => ExpectedHost::Requested,
             names => ExpectedHost::OneOf(names.to_vec()),
         };
-        Client::with_controllers(self.controller.clone(), &proof, host)
+        Client::with_controllers(self.controller.clone(), &credential, expected_host)
     }
 }

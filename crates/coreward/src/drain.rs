@@ -8,7 +8,7 @@ use coreward_http::Problem;
 use coreward_http::client::Client;
 use tokio::time::{Instant, sleep, timeout_at};
 
-use crate::{Format, QueryArgs, print};
+use crate::{OutputFormat, QueryArgs, print};
 
 /// Interval between requests of `--wait`. Agents count connections each second.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
@@ -49,40 +49,40 @@ fn build_runtime() -> std::io::Result<tokio::runtime::Runtime> {
 }
 
 /// Drains the server, and waits if requested. Fails if the controller rejects the drain, or at the timeout.
-pub fn drain(args: &DrainArgs) -> anyhow::Result<()> {
+pub fn run_drain(args: &DrainArgs) -> anyhow::Result<()> {
     let client = args.query.contact.client()?;
     build_runtime()?.block_on(async {
         let request = DrainServer { services: args.service.clone(), force: args.force };
         let status = client.drain(&args.server, &request).await?;
         // JSON output is one object, the final state.
-        let is_text = args.query.format == Format::Text;
+        let is_text = args.query.format == OutputFormat::Text;
         if is_text || !args.wait {
-            print(&format_status(&status, args.query.format)?)?;
+            print(&format_drain_status(&status, args.query.format)?)?;
         }
         if !args.wait {
             return Ok(());
         }
-        let stays = format!("{} stays drained: `coreward undrain {}` ends that", args.server, args.server);
+        let stays_drained = format!("{} stays drained: `coreward undrain {}` ends that", args.server, args.server);
         tokio::select! {
             outcome = wait_until_drained(&client, status, args.timeout.into(), is_text) => {
                 let (status, left) = outcome?;
                 if !is_text {
-                    print(&format_status(&status, args.query.format)?)?;
+                    print(&format_drain_status(&status, args.query.format)?)?;
                 }
                 match left {
                     RemainingConnections::None => Ok(()),
-                    RemainingConnections::Some(what) => Err(anyhow!("{what} after {}; {stays}", args.timeout)),
+                    RemainingConnections::Some(what) => Err(anyhow!("{what} after {}; {stays_drained}", args.timeout)),
                 }
             }
-            _ = tokio::signal::ctrl_c() => Err(anyhow!("interrupted; {stays}")),
+            _ = tokio::signal::ctrl_c() => Err(anyhow!("interrupted; {stays_drained}")),
         }
     })
 }
 
 /// Ends the drain of a server. Fails when the controller rejects it.
-pub fn undrain(args: &UndrainArgs) -> anyhow::Result<()> {
+pub fn run_undrain(args: &UndrainArgs) -> anyhow::Result<()> {
     let client = args.query.contact.client()?;
-    print(&format_status(&build_runtime()?.block_on(client.undrain(&args.server))?, args.query.format)?)
+    print(&format_drain_status(&build_runtime()?.block_on(client.undrain(&args.server))?, args.query.format)?)
 }
 
 /// Connections that remain at the end of the wait.
@@ -152,10 +152,10 @@ fn describe_remaining(status: &DrainStatus, away: bool) -> String {
     }
 }
 
-fn format_status(status: &DrainStatus, format: Format) -> anyhow::Result<String> {
+fn format_drain_status(status: &DrainStatus, format: OutputFormat) -> anyhow::Result<String> {
     match format {
-        Format::Json => Ok(serde_json::to_string_pretty(status)?),
-        Format::Text => Ok(describe(status)),
+        OutputFormat::Json => Ok(serde_json::to_string_pretty(status)?),
+        OutputFormat::Text => Ok(describe(status)),
     }
 }
 
@@ -169,28 +169,37 @@ fn describe(status: &DrainStatus) -> String {
         let reason = if status.state_reason.is_empty() { String::new() } else { format!(" ({})", status.state_reason) };
         return format!("{server} is {}{reason}", status.state);
     };
-    let remains = match status.remaining {
+    let remaining_text = match status.remaining {
         Some(0) => "no connection remains".to_owned(),
         _ => describe_remaining(status, false),
     };
-    let by_service: Vec<String> = match (&status.connections, status.remaining) {
+    let connections_by_service: Vec<String> = match (&status.connections, status.remaining) {
         (Some(counted), Some(1..)) => {
-            let covered = |service: &String| drained.services.is_empty() || drained.services.contains(service);
-            let some = counted.services.iter().filter(|(service, count)| **count > 0 && covered(service));
-            some.map(|(service, count)| format!("{service} {count}")).collect()
+            let is_drained_service =
+                |service: &String| drained.services.is_empty() || drained.services.contains(service);
+            let services_with_connections =
+                counted.services.iter().filter(|(service, count)| **count > 0 && is_drained_service(service));
+            services_with_connections.map(|(service, count)| format!("{service} {count}")).collect()
         }
         _ => Vec::new(),
     };
-    let by_service = if by_service.len() < 2 { String::new() } else { format!(" ({})", by_service.join(", ")) };
+    let connections_by_service = if connections_by_service.len() < 2 {
+        String::new()
+    } else {
+        format!(" ({})", connections_by_service.join(", "))
+    };
     let not_counted = match status.not_counted.as_slice() {
         [] => String::new(),
         services => format!("; flows of UDP are not counted ({})", services.join(", ")),
     };
     let state = if status.remaining == Some(0) { "drained" } else { "draining" };
-    format!("{server} is {state}{}: {remains}{by_service}{not_counted}", services_text(drained))
+    format!(
+        "{server} is {state}{}: {remaining_text}{connections_by_service}{not_counted}",
+        format_origin_and_services(drained)
+    )
 }
 
-fn services_text(drained: &Drained) -> String {
+fn format_origin_and_services(drained: &Drained) -> String {
     let by = match drained.by {
         DrainedBy::Command => "",
         DrainedBy::Document => " by the fleet's document",
@@ -206,7 +215,7 @@ mod tests {
 
     use super::*;
 
-    fn status(remaining: Option<u64>) -> DrainStatus {
+    fn status_with_remaining(remaining: Option<u64>) -> DrainStatus {
         DrainStatus {
             server: "s1".into(),
             state: ServerState::Draining,
@@ -225,19 +234,28 @@ mod tests {
 
     #[test]
     fn remaining_connections_are_described() {
-        assert_eq!(describe(&status(Some(12))), "s1 is draining: 12 connections remain (api 2, web 10)");
-        assert_eq!(describe(&status(Some(0))), "s1 is drained: no connection remains");
-        let in_web = Some(Drained { by: DrainedBy::Command, since_unix_ms: Some(1), services: vec!["web".into()] });
-        let some = DrainStatus { drained: in_web, remaining: Some(1), ..status(Some(1)) };
-        assert_eq!(describe(&some), "s1 is draining in web: 1 connection remains");
-        let of_udp = DrainStatus { not_counted: vec!["dns".into()], ..status(Some(0)) };
-        assert_eq!(describe(&of_udp), "s1 is drained: no connection remains; flows of UDP are not counted (dns)");
+        assert_eq!(describe(&status_with_remaining(Some(12))), "s1 is draining: 12 connections remain (api 2, web 10)");
+        assert_eq!(describe(&status_with_remaining(Some(0))), "s1 is drained: no connection remains");
+        let drained_in_web =
+            Some(Drained { by: DrainedBy::Command, since_unix_ms: Some(1), services: vec!["web".into()] });
+        let status_in_web =
+            DrainStatus { drained: drained_in_web, remaining: Some(1), ..status_with_remaining(Some(1)) };
+        assert_eq!(describe(&status_in_web), "s1 is draining in web: 1 connection remains");
+        let status_with_udp_service = DrainStatus { not_counted: vec!["dns".into()], ..status_with_remaining(Some(0)) };
         assert_eq!(
-            describe(&status(None)),
+            describe(&status_with_udp_service),
+            "s1 is drained: no connection remains; flows of UDP are not counted (dns)"
+        );
+        assert_eq!(
+            describe(&status_with_remaining(None)),
             "s1 is draining: what remains is not known (waiting for a count that begins now)"
         );
-        let active =
-            DrainStatus { drained: None, state: ServerState::Active, state_reason: String::new(), ..status(None) };
+        let active = DrainStatus {
+            drained: None,
+            state: ServerState::Active,
+            state_reason: String::new(),
+            ..status_with_remaining(None)
+        };
         assert_eq!(describe(&active), "s1 is active");
     }
 

@@ -15,7 +15,7 @@ use anyhow::Context as _;
 use clap::{CommandFactory as _, Parser as _};
 use coreward_agent::rss_command::RssArgs;
 use coreward_api::types::{Explain, PacketKind};
-use coreward_cli::shell::ShellCommand;
+use coreward_cli::shell::CliDocumentationCommand;
 use coreward_cli::{exit_status, print};
 use coreward_daemon::drop_capabilities;
 use coreward_dataplane::capabilities;
@@ -85,7 +85,7 @@ enum Command {
     /// Check that this kernel loads every BPF program
     CheckKernel,
     #[command(flatten)]
-    Shell(ShellCommand),
+    Shell(CliDocumentationCommand),
 }
 
 #[derive(clap::Args)]
@@ -143,8 +143,8 @@ struct QueryArgs {
     #[command(flatten)]
     contact: ControllerArgs,
     /// Format of the output
-    #[arg(long, value_enum, default_value_t = Format::Text)]
-    format: Format,
+    #[arg(long, value_enum, default_value_t = OutputFormat::Text)]
+    format: OutputFormat,
 }
 
 #[derive(clap::Args)]
@@ -236,25 +236,25 @@ struct ExplainArgs {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum Format {
+enum OutputFormat {
     /// Text for people
     Text,
     /// One JSON object, for programs
     Json,
 }
 
-impl From<Format> for show::Format {
-    fn from(format: Format) -> Self {
+impl From<OutputFormat> for show::OutputFormat {
+    fn from(format: OutputFormat) -> Self {
         match format {
-            Format::Text => Self::Text,
-            Format::Json => Self::Json,
+            OutputFormat::Text => Self::Text,
+            OutputFormat::Json => Self::Json,
         }
     }
 }
 
 /// Returns the definition of the command: names, options and help of every sub-command.
 #[must_use]
-pub fn command() -> clap::Command {
+pub fn command_definition() -> clap::Command {
     Cli::command()
 }
 
@@ -262,7 +262,7 @@ pub fn command() -> clap::Command {
 #[must_use]
 pub fn main() -> ExitCode {
     let set_debug = coreward_cli::start_logging();
-    coreward_daemon::log_level::register_setter(set_debug);
+    coreward_daemon::log_level::register_debug_setter(set_debug);
     exit_status("coreward", run(Cli::parse().command))
 }
 
@@ -289,7 +289,7 @@ fn run(command: Command) -> anyhow::Result<()> {
             coreward_control_server::server::run(&args.config)
         }
         Command::Lb(args) => lb(args),
-        Command::Agent(args) => agent(args),
+        Command::Agent(args) => run_agent_command(args),
         Command::Rack(args) => {
             drop_capabilities::drop_other_capabilities(Component::Rack)?;
             coreward_rack::daemon::run(&args.config)
@@ -313,14 +313,14 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Fleet(FleetArgs { command: FleetCommand::Show(query) }) => {
             print(&show::fleet::show(&query.contact.client()?, query.format.into())?)
         }
-        Command::Audit(args) => audit::audit(&args),
-        Command::Drain(args) => drain::drain(&args),
-        Command::Undrain(args) => drain::undrain(&args),
+        Command::Audit(args) => audit::print_audit_log(&args),
+        Command::Drain(args) => drain::run_drain(&args),
+        Command::Undrain(args) => drain::run_undrain(&args),
         Command::Top(args) => top::run(&args),
         Command::Store(StoreArgs { command: StoreCommand::Copy { from, to, replace } }) => {
             print(&coreward_control_server::copy::copy_store(&from, &to, replace)?)
         }
-        Command::Explain(args) => print(&explain(&args)?),
+        Command::Explain(args) => print(&explain_packet(&args)?),
         Command::Connections(args) => {
             capabilities::require("coreward connections")?;
             print(&connections_command::run(&args)?)
@@ -335,30 +335,30 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Keys(KeysArgs { command: KeysCommand::Rotate { query, force } }) => {
             print(&show::rotate_keys(&query.contact.client()?, force, query.format.into())?)
         }
-        Command::Doctor(args) => doctor(&args),
+        Command::Doctor(args) => run_doctor(&args),
         Command::CheckKernel => check_kernel(),
         Command::Shell(shell) => shell.run(Cli::command()),
     }
 }
 
-fn explain(args: &ExplainArgs) -> anyhow::Result<String> {
+fn explain_packet(args: &ExplainArgs) -> anyhow::Result<String> {
     let (client, format) = (args.query.contact.client()?, args.query.format.into());
     let packet = match (args.reset, args.tsecr.is_some() || args.without_timestamps) {
         (true, _) => PacketKind::Reset,
         (false, true) => PacketKind::Established,
         (false, false) => PacketKind::NewConnection,
     };
-    let question = Explain { vip: args.vip, protocol: args.protocol, client: args.client, packet, tsecr: args.tsecr };
-    show::explain(&client, &question, format)
+    let request = Explain { vip: args.vip, protocol: args.protocol, client: args.client, packet, tsecr: args.tsecr };
+    show::explain(&client, &request, format)
 }
 
 fn lb(args: LbArgs) -> anyhow::Result<()> {
     if let Some(LbCommand::Forget { name, query }) = args.command {
-        let left = show::block_on(query.contact.client()?.forget_load_balancer(&name))?;
+        let remaining = show::block_on(query.contact.client()?.forget_load_balancer(&name))?;
         return match query.format {
-            Format::Json => print(&serde_json::to_string_pretty(&left)?),
-            Format::Text => {
-                print(&format!("load balancer {name} is forgotten; {} are left", left.load_balancers.len()))
+            OutputFormat::Json => print(&serde_json::to_string_pretty(&remaining)?),
+            OutputFormat::Text => {
+                print(&format!("load balancer {name} is forgotten; {} are left", remaining.load_balancers.len()))
             }
         };
     }
@@ -368,12 +368,12 @@ fn lb(args: LbArgs) -> anyhow::Result<()> {
     if args.detach { coreward_lb::daemon::detach(&config) } else { coreward_lb::daemon::run(&config) }
 }
 
-fn agent(args: AgentArgs) -> anyhow::Result<()> {
+fn run_agent_command(args: AgentArgs) -> anyhow::Result<()> {
     capabilities::require("coreward agent")?;
     match (args.command, args.config) {
         (Some(AgentCommand::Rss(args)), _) => {
-            let fits = coreward_agent::rss_command::run(&args)?;
-            anyhow::ensure!(fits, "the RSS table that {} shows is not in force", args.interface);
+            let is_in_force = coreward_agent::rss_command::run(&args)?;
+            anyhow::ensure!(is_in_force, "the RSS table that {} shows is not in force", args.interface);
             Ok(())
         }
         (None, config) => {
@@ -384,7 +384,7 @@ fn agent(args: AgentArgs) -> anyhow::Result<()> {
     }
 }
 
-fn doctor(args: &DoctorArgs) -> anyhow::Result<()> {
+fn run_doctor(args: &DoctorArgs) -> anyhow::Result<()> {
     let (text, fit) = doctor::run(args)?;
     print(&text)?;
     anyhow::ensure!(fit, "this machine has faults: expected the remedies above to be applied");
@@ -392,12 +392,15 @@ fn doctor(args: &DoctorArgs) -> anyhow::Result<()> {
 }
 
 fn check_kernel() -> anyhow::Result<()> {
-    let mut refused = 0;
+    let mut rejected_count = 0;
     for (program, outcome) in coreward_dataplane::check::load_every_program() {
-        let answer = outcome.map_or_else(|error| format!("refused: {error:#}"), |()| "ok".to_owned());
-        refused += usize::from(answer != "ok");
-        print(&format!("{program}: {answer}"))?;
+        let outcome_text = outcome.map_or_else(|error| format!("refused: {error:#}"), |()| "ok".to_owned());
+        rejected_count += usize::from(outcome_text != "ok");
+        print(&format!("{program}: {outcome_text}"))?;
     }
-    anyhow::ensure!(refused == 0, "this kernel rejects {refused} of the programs: expected all of them to load");
+    anyhow::ensure!(
+        rejected_count == 0,
+        "this kernel rejects {rejected_count} of the programs: expected all of them to load"
+    );
     Ok(())
 }

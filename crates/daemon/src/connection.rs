@@ -36,12 +36,12 @@ const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
 
 /// HTTP/2 flow-control window in bytes. A thousand tables of 13 kB arrive per second: with HTTP/2's default of 64 kB
 /// they would wait for window updates. The configuration of ten thousand servers fits, too.
-const WINDOW_BYTES: u32 = 1 << 20;
+const FLOW_CONTROL_WINDOW_BYTES: u32 = 1 << 20;
 
 /// Time for which a leader of an older term is rejected after the newer leader's last message. It is the longest lease,
 /// during which a frozen machine may believe that it leads. A longer time would block another etcd that counts terms
 /// from the start (`coreward store copy`, a restored snapshot).
-const TERM_RETENTION: Duration = Duration::from_secs(60);
+const OLDER_TERM_REJECTION_TIME: Duration = Duration::from_secs(60);
 
 pub struct ControllerConnection {
     controllers: Controllers,
@@ -85,7 +85,7 @@ impl ControllerConnection {
 
     /// Returns the controller to try next.
     pub fn controller(&self) -> SocketAddr {
-        self.controllers.addresses()[self.attempt_order.current_controller]
+        self.controllers.addresses()[self.attempt_order.current_controller_index]
     }
 
     /// Connects to [`Self::controller`] within two seconds.
@@ -97,17 +97,17 @@ impl ControllerConnection {
                 .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
                 .keep_alive_timeout(KEEP_ALIVE_INTERVAL)
                 .keep_alive_while_idle(true)
-                .initial_stream_window_size(WINDOW_BYTES)
-                .initial_connection_window_size(WINDOW_BYTES);
-            let connected = tokio::time::timeout(CONNECT_TIMEOUT, endpoint.connect_with_connector(connector)).await;
-            Ok(connected.map_err(|_| anyhow!("no connection within {CONNECT_TIMEOUT:?}"))??)
+                .initial_stream_window_size(FLOW_CONTROL_WINDOW_BYTES)
+                .initial_connection_window_size(FLOW_CONTROL_WINDOW_BYTES);
+            let result = tokio::time::timeout(CONNECT_TIMEOUT, endpoint.connect_with_connector(connector)).await;
+            Ok(result.map_err(|_| anyhow!("no connection within {CONNECT_TIMEOUT:?}"))??)
         }
     }
 
     /// Returns the stream in a response. Fails if the leader's term is older than the newest known term.
     pub fn accept_stream<T>(&mut self, response: Response<T>) -> anyhow::Result<T> {
         let term = response.metadata().get(TERM_HEADER).and_then(|term| term.to_str().ok()?.parse().ok());
-        self.newest_term.check(term, Instant::now())?;
+        self.newest_term.check_term(term, Instant::now())?;
         Ok(response.into_inner())
     }
 
@@ -122,7 +122,7 @@ impl ControllerConnection {
     pub fn record_end(&mut self, error: Option<&anyhow::Error>) -> Duration {
         let (controller, end) = (self.controller(), self.classify_end(error));
         let pause = self.attempt_order.record_end(&end);
-        let next = self.controller();
+        let next_controller = self.controller();
 
         match (end, error) {
             (StreamEnd::Rejected, Some(error)) => {
@@ -130,7 +130,7 @@ impl ControllerConnection {
                 tracing::warn!(
                     event = "controller-rejects",
                     %controller,
-                    next_controller = %next,
+                    next_controller = %next_controller,
                     error,
                     "the controller rejects this daemon, which tries the next controller"
                 );
@@ -140,7 +140,7 @@ impl ControllerConnection {
                 tracing::warn!(
                     event = "controller-lost",
                     %controller,
-                    next_controller = %next,
+                    next_controller = %next_controller,
                     error,
                     "the daemon has no stream to the controller and tries the next; its configuration stays in force"
                 );
@@ -149,7 +149,7 @@ impl ControllerConnection {
                 tracing::warn!(
                     event = "controller-lost",
                     %controller,
-                    next_controller = %next,
+                    next_controller = %next_controller,
                     "the controller has ended the daemon's stream: the daemon tries the next; its configuration stays"
                 );
             }
@@ -164,10 +164,11 @@ impl ControllerConnection {
                 StreamEnd::Rejected
             }
             Code::Unavailable => {
-                let named = status.metadata().get(LEADER_HEADER).and_then(|leader| leader.to_str().ok()?.parse().ok());
-                let place = |leader| self.controllers.addresses().iter().position(|address| *address == leader);
+                let leader_address =
+                    status.metadata().get(LEADER_HEADER).and_then(|leader| leader.to_str().ok()?.parse().ok());
+                let leader_index = |leader| self.controllers.addresses().iter().position(|address| *address == leader);
                 // An address that the daemon's file does not contain is not trusted.
-                named.and_then(place).map_or(StreamEnd::Lost, StreamEnd::NotTheLeader)
+                leader_address.and_then(leader_index).map_or(StreamEnd::Lost, StreamEnd::NotTheLeader)
             }
             _ => StreamEnd::Lost,
         }
@@ -186,12 +187,12 @@ fn root_cause_text(error: &anyhow::Error) -> String {
 
 /// Adds the expiry times of a process's certificates to the metrics.
 pub fn add_certificate_expiry(tls: &Tls, page: &mut Snapshot) {
-    let mut ends = std::collections::BTreeMap::new();
+    let mut expiry_times = std::collections::BTreeMap::new();
     for (which, certificate) in tls.certificates() {
-        let end = certificate.not_after.as_secs_f64();
-        ends.entry(which).and_modify(|first: &mut f64| *first = first.min(end)).or_insert(end);
+        let expiry = certificate.not_after.as_secs_f64();
+        expiry_times.entry(which).and_modify(|first: &mut f64| *first = first.min(expiry)).or_insert(expiry);
     }
-    ends.into_iter().for_each(|(which, end)| page.add(&CERTIFICATE_NOT_AFTER_TIMESTAMP_SECONDS, [which], end));
+    expiry_times.into_iter().for_each(|(which, end)| page.add(&CERTIFICATE_NOT_AFTER_TIMESTAMP_SECONDS, [which], end));
 }
 
 /// Reason for the end of a stream.
@@ -207,9 +208,9 @@ enum StreamEnd {
 /// Order of connection attempts to the controllers, without clock and randomness.
 struct AttemptOrder {
     controller_count: usize,
-    current_controller: usize,
+    current_controller_index: usize,
     /// Number of attempts without an answer since the last answer.
-    failed_attempts: usize,
+    failed_attempt_count: usize,
     has_answered: bool,
     retry_interval: Duration,
 }
@@ -218,31 +219,32 @@ impl AttemptOrder {
     fn new(controller_count: usize) -> Self {
         Self {
             controller_count,
-            current_controller: 0,
-            failed_attempts: 0,
+            current_controller_index: 0,
+            failed_attempt_count: 0,
             has_answered: false,
             retry_interval: RETRY_INTERVAL_RANGE.0,
         }
     }
 
     fn record_answer(&mut self) {
-        (self.has_answered, self.failed_attempts, self.retry_interval) = (true, 0, RETRY_INTERVAL_RANGE.0);
+        (self.has_answered, self.failed_attempt_count, self.retry_interval) = (true, 0, RETRY_INTERVAL_RANGE.0);
     }
 
     /// Records the end of an attempt and returns the retry interval.
     fn record_end(&mut self, end: &StreamEnd) -> Duration {
-        let answered = std::mem::take(&mut self.has_answered);
-        self.failed_attempts += usize::from(!answered);
+        let had_answered = std::mem::take(&mut self.has_answered);
+        self.failed_attempt_count += usize::from(!had_answered);
         match end {
-            StreamEnd::NotTheLeader(leader) => self.current_controller = *leader,
+            StreamEnd::NotTheLeader(leader) => self.current_controller_index = *leader,
             // The controller that answered last probably returns first, and has this daemon's state.
-            _ if answered => {}
-            _ => self.current_controller = (self.current_controller + 1) % self.controller_count,
+            _ if had_answered => {}
+            _ => self.current_controller_index = (self.current_controller_index + 1) % self.controller_count,
         }
-        let round_is_over = self.failed_attempts > 0 && self.failed_attempts.is_multiple_of(self.controller_count);
+        let is_round_over =
+            self.failed_attempt_count > 0 && self.failed_attempt_count.is_multiple_of(self.controller_count);
         match end {
             StreamEnd::Rejected => REJECTED_RETRY_INTERVAL,
-            _ if round_is_over => {
+            _ if is_round_over => {
                 let pause = self.retry_interval;
                 self.retry_interval = (pause * 2).min(RETRY_INTERVAL_RANGE.1);
                 pause
@@ -255,29 +257,29 @@ impl AttemptOrder {
 /// Tracker of the newest term of a leader. The caller passes the time.
 #[derive(Default)]
 struct TermTracker {
-    newest: Option<(u64, Instant)>,
+    newest_term_and_message_time: Option<(u64, Instant)>,
 }
 
 impl TermTracker {
     /// Checks the term of a new stream. `None` is accepted: a controller with its own store has no terms.
-    fn check(&mut self, term: Option<u64>, now: Instant) -> anyhow::Result<()> {
-        match (term, self.newest) {
+    fn check_term(&mut self, term: Option<u64>, now: Instant) -> anyhow::Result<()> {
+        match (term, self.newest_term_and_message_time) {
             (Some(term), Some((newest, last_message)))
-                if term < newest && now.duration_since(last_message) < TERM_RETENTION =>
+                if term < newest && now.duration_since(last_message) < OLDER_TERM_REJECTION_TIME =>
             {
                 Err(anyhow!(
                     "its term is older than that of the last controller (term {term}, expected {newest} or more)"
                 ))
             }
             _ => {
-                self.newest = term.map(|term| (term, now));
+                self.newest_term_and_message_time = term.map(|term| (term, now));
                 Ok(())
             }
         }
     }
 
     fn record_message(&mut self, now: Instant) {
-        if let Some((_, last_message)) = &mut self.newest {
+        if let Some((_, last_message)) = &mut self.newest_term_and_message_time {
             *last_message = now;
         }
     }
@@ -286,8 +288,8 @@ impl TermTracker {
 /// Returns a random time between half of the interval and the full interval.
 fn with_jitter(interval: Duration) -> Duration {
     // Without randomness all daemons wait equally long, which is harmless.
-    let part = rand::rngs::SysRng.try_next_u32().unwrap_or(u32::MAX);
-    interval.mul_f64(0.5 + 0.5 * f64::from(part) / f64::from(u32::MAX))
+    let random = rand::rngs::SysRng.try_next_u32().unwrap_or(u32::MAX);
+    interval.mul_f64(0.5 + 0.5 * f64::from(random) / f64::from(u32::MAX))
 }
 
 #[cfg(test)]

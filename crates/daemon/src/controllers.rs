@@ -40,7 +40,7 @@ impl FromToml for Controllers {
             DeValue::String(_) => SocketAddr::read(value, reader).map(Self::from),
             DeValue::Array(values) => {
                 let mut addresses = Vec::with_capacity(values.len());
-                let mut right = true;
+                let mut is_valid = true;
                 for value in values {
                     match SocketAddr::read(value, reader) {
                         Some(address) if addresses.contains(&address) => {
@@ -48,18 +48,18 @@ impl FromToml for Controllers {
                                 value.span(),
                                 format!("controller {address} is named twice: expected each once"),
                             );
-                            right = false;
+                            is_valid = false;
                         }
                         Some(address) => addresses.push(address),
-                        None => right = false,
+                        None => is_valid = false,
                     }
                 }
-                if right && (addresses.is_empty() || addresses.len() > MAX_CONTROLLERS) {
+                if is_valid && (addresses.is_empty() || addresses.len() > MAX_CONTROLLERS) {
                     let message = format!("{} controllers: expected 1 to {MAX_CONTROLLERS}", addresses.len());
                     reader.report(value.span(), message);
-                    right = false;
+                    is_valid = false;
                 }
-                right.then_some(Self(addresses))
+                is_valid.then_some(Self(addresses))
             }
             _ => reader.report_wrong_type::<Self>(value),
         }
@@ -70,15 +70,15 @@ impl FromToml for Controllers {
     }
 
     fn schema() -> Value {
-        let address = SocketAddr::schema();
-        let list = json!({
+        let address_schema = SocketAddr::schema();
+        let list_schema = json!({
             "type": "array",
-            "items": address,
+            "items": address_schema,
             "minItems": 1,
             "maxItems": MAX_CONTROLLERS,
             "uniqueItems": true
         });
-        json!({ "anyOf": [address, list] })
+        json!({ "anyOf": [address_schema, list_schema] })
     }
 }
 
@@ -96,8 +96,8 @@ mod tests {
 
     fn parse(value: &str) -> Result<String, String> {
         let source = Source::from_text("lb.toml", &format!("controller = {value}\n"));
-        let read = source.read_as(|file: File, _| Some(file.controller.to_string()));
-        read.map_err(|mistakes| mistakes.to_string())
+        let result = source.read_as(|file: File, _| Some(file.controller.to_string()));
+        result.map_err(|mistakes| mistakes.to_string())
     }
 
     #[test]
@@ -107,17 +107,20 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_name_the_expectation() {
-        let address = "an address and a port, as \"10.1.0.1:7400\"";
+    fn diagnostics_show_the_expected_value() {
+        let expected_address = "an address and a port, as \"10.1.0.1:7400\"";
         let cases = [
-            ("\"10.1.0.1\"", format!("1:14: key `controller`: \"10.1.0.1\": expected {address}")),
+            ("\"10.1.0.1\"", format!("1:14: key `controller`: \"10.1.0.1\": expected {expected_address}")),
             ("[]", "1:14: key `controller`: 0 controllers: expected 1 to 16".to_owned()),
-            ("[\"a:1\"]", format!("1:15: key `controller`: \"a:1\": expected {address}")),
+            ("[\"a:1\"]", format!("1:15: key `controller`: \"a:1\": expected {expected_address}")),
             (
                 "[\"10.1.0.1:1\", \"10.1.0.1:1\"]",
                 "1:29: key `controller`: controller 10.1.0.1:1 is named twice: expected each once".to_owned(),
             ),
-            ("5", format!("1:14: key `controller`: 5 is a TOML integer: expected {address}, or a list of them")),
+            (
+                "5",
+                format!("1:14: key `controller`: 5 is a TOML integer: expected {expected_address}, or a list of them"),
+            ),
         ];
         for (value, message) in cases {
             assert_eq!(parse(value).unwrap_err(), format!("lb.toml:{message}"));

@@ -30,11 +30,11 @@ pub fn retained_capabilities(daemon: Component) -> &'static [Capability] {
 /// because capabilities belong to threads.
 pub fn drop_other_capabilities(daemon: Component) -> anyhow::Result<()> {
     let retained: CapsHashSet = retained_capabilities(daemon).iter().copied().collect();
-    let has = |set| caps::read(None, set).context("cannot read this process's capabilities");
-    let permitted: CapsHashSet = has(CapSet::Permitted)?.intersection(&retained).copied().collect();
-    let effective: CapsHashSet = has(CapSet::Effective)?.intersection(&retained).copied().collect();
+    let read_set = |set| caps::read(None, set).context("cannot read this process's capabilities");
+    let permitted: CapsHashSet = read_set(CapSet::Permitted)?.intersection(&retained).copied().collect();
+    let effective: CapsHashSet = read_set(CapSet::Effective)?.intersection(&retained).copied().collect();
     if caps::has_cap(None, CapSet::Effective, Capability::CAP_SETPCAP)? {
-        for capability in has(CapSet::Bounding)?.difference(&retained) {
+        for capability in read_set(CapSet::Bounding)?.difference(&retained) {
             caps::drop(None, CapSet::Bounding, *capability)?;
         }
     }

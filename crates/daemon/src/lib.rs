@@ -77,9 +77,9 @@ async fn feed_watchdog() -> std::convert::Infallible {
 /// descriptor. The default of 1,024 is for programs that use select(2).
 pub fn raise_file_limit() {
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
-    let raised = getrlimit(Resource::RLIMIT_NOFILE)
+    let result = getrlimit(Resource::RLIMIT_NOFILE)
         .and_then(|(_, highest)| setrlimit(Resource::RLIMIT_NOFILE, highest, highest).map(|()| highest));
-    match raised {
+    match result {
         Ok(highest) => tracing::debug!(
             event = "file-limit-raised",
             limit = highest,

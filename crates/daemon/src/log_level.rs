@@ -5,13 +5,13 @@ use std::sync::OnceLock;
 
 use tokio::signal::unix::{SignalKind, signal};
 
-type SetDebug = Box<dyn Fn(bool) + Send + Sync>;
+type DebugSetter = Box<dyn Fn(bool) + Send + Sync>;
 
-static SET_DEBUG: OnceLock<SetDebug> = OnceLock::new();
+static SET_DEBUG: OnceLock<DebugSetter> = OnceLock::new();
 
 /// Registers the function that sets the log level: true sets debug, false the initial level. Without it the signals
 /// have no effect.
-pub fn register_setter(set_debug: impl Fn(bool) + Send + Sync + 'static) {
+pub fn register_debug_setter(set_debug: impl Fn(bool) + Send + Sync + 'static) {
     let _ = SET_DEBUG.set(Box::new(set_debug));
 }
 

@@ -33,9 +33,9 @@ impl ScrapeReceiver {
     /// Listens for scrapes at `address`; with `None` there are no scrapes.
     pub fn listen(address: Option<SocketAddr>) -> anyhow::Result<Self> {
         let Some(address) = address else { return Ok(Self(None)) };
-        let listener = bind(address)?;
+        let listener = bind_listener(address)?;
         let (scrapes, receiver) = mpsc::channel(1);
-        let collect = move || {
+        let request_snapshot = move || {
             let scrapes = scrapes.clone();
             async move {
                 let (sender, page) = oneshot::channel();
@@ -43,7 +43,7 @@ impl ScrapeReceiver {
                 page.await.ok()
             }
         };
-        start(listener, || (), collect)?;
+        start_server_thread(listener, || (), request_snapshot)?;
         Ok(Self(Some(receiver)))
     }
 
@@ -66,10 +66,10 @@ pub fn serve(
     collect: impl Fn() -> Snapshot + Clone + Send + 'static,
 ) -> anyhow::Result<()> {
     let Some(address) = address else { return Ok(()) };
-    start(bind(address)?, begin, move || std::future::ready(Some(collect())))
+    start_server_thread(bind_listener(address)?, begin, move || std::future::ready(Some(collect())))
 }
 
-fn bind(address: SocketAddr) -> anyhow::Result<TcpListener> {
+fn bind_listener(address: SocketAddr) -> anyhow::Result<TcpListener> {
     let expected = "expected a free port and an address of this host (`metrics`)";
     let listener = TcpListener::bind(address).with_context(|| format!("cannot listen on {address}: {expected}"))?;
     listener.set_nonblocking(true)?;
@@ -81,17 +81,17 @@ fn bind(address: SocketAddr) -> anyhow::Result<TcpListener> {
     Ok(listener)
 }
 
-fn start<F: Future<Output = Option<Snapshot>> + 'static>(
+fn start_server_thread<F: Future<Output = Option<Snapshot>> + 'static>(
     listener: TcpListener,
     begin: impl FnOnce() + Send + 'static,
     collect: impl Fn() -> F + Clone + Send + 'static,
 ) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let address = listener.local_addr()?;
-    let serve = move || {
+    let run_server = move || {
         begin();
-        let local = tokio::task::LocalSet::new();
-        local.block_on(&runtime, async move {
+        let local_set = tokio::task::LocalSet::new();
+        local_set.block_on(&runtime, async move {
             match tokio::net::TcpListener::from_std(listener) {
                 Ok(listener) => accept(listener, address, collect).await,
                 Err(error) => tracing::error!(
@@ -103,7 +103,7 @@ fn start<F: Future<Output = Option<Snapshot>> + 'static>(
             }
         });
     };
-    std::thread::Builder::new().name("metrics".to_owned()).spawn(serve)?;
+    std::thread::Builder::new().name("metrics".to_owned()).spawn(run_server)?;
     Ok(())
 }
 
@@ -174,32 +174,38 @@ mod tests {
 
     use super::*;
 
-    fn request(address: SocketAddr, request: &str) -> String {
+    fn send_request(address: SocketAddr, request: &str) -> String {
         let mut stream = TcpStream::connect(address).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
         stream.write_all(request.as_bytes()).unwrap();
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).unwrap();
-        answer
+        let mut response = String::new();
+        stream.read_to_string(&mut response).unwrap();
+        response
     }
 
     #[test]
-    fn only_metrics_are_served() {
-        let listener = bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    fn metrics_are_served_at_one_path_by_get_only() {
+        let listener = bind_listener("127.0.0.1:0".parse().unwrap()).unwrap();
         let address = listener.local_addr().unwrap();
-        assert!(bind(address).unwrap_err().to_string().contains("expected a free port"));
-        let page = || {
-            let mut page = Snapshot::default();
-            page.add(&CONFIGURATION_GENERATION, [], 7.0);
-            std::future::ready(Some(page))
+        assert!(bind_listener(address).unwrap_err().to_string().contains("expected a free port"));
+        let collect_snapshot = || {
+            let mut snapshot = Snapshot::default();
+            snapshot.add(&CONFIGURATION_GENERATION, [], 7.0);
+            std::future::ready(Some(snapshot))
         };
-        start(listener, || (), page).unwrap();
-        let get = |path: &str, method: &str| request(address, &format!("{method} {path} HTTP/1.1\r\nHost: x\r\n\r\n"));
-        let found = get("/metrics", "GET");
-        assert!(found.starts_with("HTTP/1.1 200 OK") && found.contains("content-type: application/openmetrics-text"));
-        assert!(found.contains("\ncoreward_configuration_generation 7.0\n") && found.ends_with("# EOF\n"), "{found}");
-        assert!(get("/", "GET").starts_with("HTTP/1.1 404"));
-        assert!(get("/metrics", "POST").starts_with("HTTP/1.1 405"));
-        assert!(request(address, "nonsense\r\n\r\n").starts_with("HTTP/1.1 400"));
+        start_server_thread(listener, || (), collect_snapshot).unwrap();
+        let request_path =
+            |path: &str, method: &str| send_request(address, &format!("{method} {path} HTTP/1.1\r\nHost: x\r\n\r\n"));
+        let response = request_path("/metrics", "GET");
+        assert!(
+            response.starts_with("HTTP/1.1 200 OK") && response.contains("content-type: application/openmetrics-text")
+        );
+        assert!(
+            response.contains("\ncoreward_configuration_generation 7.0\n") && response.ends_with("# EOF\n"),
+            "{response}"
+        );
+        assert!(request_path("/", "GET").starts_with("HTTP/1.1 404"));
+        assert!(request_path("/metrics", "POST").starts_with("HTTP/1.1 405"));
+        assert!(send_request(address, "nonsense\r\n\r\n").starts_with("HTTP/1.1 400"));
     }
 }

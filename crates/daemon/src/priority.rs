@@ -4,7 +4,7 @@ use nix::errno::Errno;
 use nix::libc;
 
 /// Increment of the niceness: the thread gets a ninth of the CPU share of a normal thread.
-const NICENESS: i32 = 10;
+const NICENESS_INCREMENT: i32 = 10;
 
 /// Lowers the calling thread's priority; `thread` names it in the log if that fails.
 pub fn lower_thread_priority(thread: &str) {
@@ -21,8 +21,9 @@ pub fn lower_thread_priority(thread: &str) {
 /// On Linux niceness belongs to a thread. The thread still gets a ninth of a CPU, so it releases its locks in time.
 fn lower_priority() -> nix::Result<()> {
     // SAFETY: both calls take numbers only; 0 is the calling thread.
-    let outcome =
-        unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, libc::getpriority(libc::PRIO_PROCESS, 0) + NICENESS) };
+    let outcome = unsafe {
+        libc::setpriority(libc::PRIO_PROCESS, 0, libc::getpriority(libc::PRIO_PROCESS, 0) + NICENESS_INCREMENT)
+    };
     Errno::result(outcome).map(drop)
 }
 
@@ -34,9 +35,9 @@ mod tests {
     fn only_the_calling_thread_gets_low_priority() {
         // SAFETY: the call takes numbers only; 0 is the calling thread.
         let niceness = || unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) };
-        let before = niceness();
-        let yielding = std::thread::spawn(move || lower_priority().map(|()| niceness()));
-        assert_eq!(yielding.join().unwrap(), Ok((before + NICENESS).min(19)));
-        assert_eq!(niceness(), before);
+        let initial_niceness = niceness();
+        let lowered_thread = std::thread::spawn(move || lower_priority().map(|()| niceness()));
+        assert_eq!(lowered_thread.join().unwrap(), Ok((initial_niceness + NICENESS_INCREMENT).min(19)));
+        assert_eq!(niceness(), initial_niceness);
     }
 }

@@ -19,10 +19,11 @@ pub fn notify_stopping() {
 /// than the watchdog's interval on a slow machine, where a restart would not help.
 pub fn run_with_watchdog_limit<T>(limit: Duration, work: impl FnOnce() -> T) -> T {
     let Some(interval) = sd_notify::watchdog_enabled().filter(|interval| *interval < limit) else { return work() };
-    let set = |limit: Duration| notify(NotifyState::WatchdogUsec(limit.as_micros().try_into().unwrap_or(u32::MAX)));
-    set(limit);
+    let set_watchdog =
+        |limit: Duration| notify(NotifyState::WatchdogUsec(limit.as_micros().try_into().unwrap_or(u32::MAX)));
+    set_watchdog(limit);
     let outcome = work();
-    set(interval);
+    set_watchdog(interval);
     outcome
 }
 

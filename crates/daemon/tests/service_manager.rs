@@ -15,12 +15,12 @@ fn count_watchdog_messages(received: &[String]) -> usize {
 #[test]
 fn service_manager_gets_ready_watchdog_and_stopping() {
     let directory = tempfile::tempdir().unwrap();
-    let path = directory.path().join("notify");
-    let socket = UnixDatagram::bind(&path).unwrap();
+    let socket_path = directory.path().join("notify");
+    let socket = UnixDatagram::bind(&socket_path).unwrap();
     socket.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
     // SAFETY: this is the only test of the process, and no other thread is there to read the environment.
     unsafe {
-        std::env::set_var("NOTIFY_SOCKET", &path);
+        std::env::set_var("NOTIFY_SOCKET", &socket_path);
         std::env::set_var("WATCHDOG_USEC", "20000");
         std::env::remove_var("WATCHDOG_PID");
     }
@@ -28,36 +28,40 @@ fn service_manager_gets_ready_watchdog_and_stopping() {
     let (alive, works) = tokio::sync::oneshot::channel();
     let manager = std::thread::spawn(move || {
         let mut received: Vec<String> = Vec::new();
-        let mut alive = Some(alive);
+        let mut enough_messages_sender = Some(alive);
         while received.last().is_none_or(|last| last != "STOPPING=1") {
             let mut buffer = [0; 256];
             let length = socket.recv(&mut buffer).unwrap();
             received.push(String::from_utf8_lossy(&buffer[..length]).trim_end().to_owned());
             if count_watchdog_messages(&received) == MIN_WATCHDOG_MESSAGES {
-                alive.take().into_iter().for_each(|alive| alive.send(()).unwrap());
+                enough_messages_sender.take().into_iter().for_each(|alive| alive.send(()).unwrap());
             }
         }
         received
     });
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let began = Instant::now();
+    let start = Instant::now();
     // A signal that comes before anybody handles it waits; SIGHUP, which this work does not handle, ends nothing.
     coreward_daemon::block_signals().unwrap();
     nix::sys::signal::raise(nix::sys::signal::Signal::SIGHUP).unwrap();
     let work = async {
         works.await?;
-        let done = coreward_daemon::run_with_watchdog_limit(Duration::from_secs(60), || "done");
-        anyhow::ensure!(done == "done");
+        let result = coreward_daemon::run_with_watchdog_limit(Duration::from_secs(60), || "done");
+        anyhow::ensure!(result == "done");
         anyhow::bail!("its own reason")
     };
     assert_eq!(runtime.block_on(coreward_daemon::run_until_shutdown(work)).unwrap_err().to_string(), "its own reason");
     let received = manager.join().unwrap();
     assert_eq!(received[0], "READY=1");
-    let alive = count_watchdog_messages(&received);
+    let watchdog_message_count = count_watchdog_messages(&received);
     // Once at once, and every 10 ms on a machine that is not late.
-    let at_most = 1 + began.elapsed().as_millis() as usize / 10;
-    assert!((MIN_WATCHDOG_MESSAGES..=at_most).contains(&alive), "at most {at_most}: {received:?}");
+    let max_watchdog_messages = 1 + start.elapsed().as_millis() as usize / 10;
+    assert!(
+        (MIN_WATCHDOG_MESSAGES..=max_watchdog_messages).contains(&watchdog_message_count),
+        "at most {max_watchdog_messages}: {received:?}"
+    );
     // The interval is longer while work blocks, and then as before.
-    let longer = received.windows(2).filter(|pair| *pair == ["WATCHDOG_USEC=60000000", "WATCHDOG_USEC=20000"]).count();
-    assert_eq!((longer, received.len()), (1, alive + 4), "{received:?}");
+    let extension_count =
+        received.windows(2).filter(|pair| *pair == ["WATCHDOG_USEC=60000000", "WATCHDOG_USEC=20000"]).count();
+    assert_eq!((extension_count, received.len()), (1, watchdog_message_count + 4), "{received:?}");
 }

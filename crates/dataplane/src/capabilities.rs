@@ -10,13 +10,13 @@ const CAP_SYS_ADMIN: u32 = 21;
 
 /// Checks that this process has the capabilities that `command` needs. Fails when one is missing, and names it.
 pub fn require(command: &str) -> anyhow::Result<()> {
-    let missing = missing_capabilities()?;
+    let missing_names = missing_capabilities()?;
     anyhow::ensure!(
-        missing.is_empty(),
+        missing_names.is_empty(),
         "{command} loads BPF programs: run it as root or with {} (`coreward controller`, `status` and `explain` need \
          no \
          rights)",
-        missing.join(", ")
+        missing_names.join(", ")
     );
     Ok(())
 }
@@ -24,17 +24,17 @@ pub fn require(command: &str) -> anyhow::Result<()> {
 /// Returns the capabilities that a packet-forwarding daemon needs and lacks. Fails when /proc does not list them.
 pub fn missing_capabilities() -> anyhow::Result<Vec<&'static str>> {
     let status = std::fs::read_to_string("/proc/self/status").context("cannot read this process's rights")?;
-    missing_in(&status).context("/proc/self/status names no effective capabilities (CapEff)")
+    missing_capabilities_in(&status).context("/proc/self/status names no effective capabilities (CapEff)")
 }
 
 /// Returns the [`REQUIRED_CAPABILITIES`] missing in `status` (/proc/PID/status); `None`: no capabilities are listed.
-fn missing_in(status: &str) -> Option<Vec<&'static str>> {
-    let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"))?;
-    let effective = u64::from_str_radix(effective.trim(), 16).ok()?;
-    let has = |number: u32| effective & 1 << number != 0;
-    let implied = |number: u32| number >= 38 && has(CAP_SYS_ADMIN);
-    let lacks = |number: u32| !has(number) && !implied(number);
-    Some(REQUIRED_CAPABILITIES.into_iter().filter(|(_, number)| lacks(*number)).map(|(name, _)| name).collect())
+fn missing_capabilities_in(status: &str) -> Option<Vec<&'static str>> {
+    let effective_hex = status.lines().find_map(|line| line.strip_prefix("CapEff:"))?;
+    let effective_mask = u64::from_str_radix(effective_hex.trim(), 16).ok()?;
+    let has_capability = |number: u32| effective_mask & 1 << number != 0;
+    let is_implied_by_sys_admin = |number: u32| number >= 38 && has_capability(CAP_SYS_ADMIN);
+    let is_missing = |number: u32| !has_capability(number) && !is_implied_by_sys_admin(number);
+    Some(REQUIRED_CAPABILITIES.into_iter().filter(|(_, number)| is_missing(*number)).map(|(name, _)| name).collect())
 }
 
 #[cfg(test)]
@@ -43,14 +43,14 @@ mod tests {
 
     #[test]
     fn capabilities_are_read_from_the_effective_set() {
-        let status = |mask: &str| format!("Name:\tx\nCapPrm:\tffffffffffffffff\nCapEff:\t{mask}\n");
-        assert_eq!(missing_in(&status("000001ffffffffff")), Some(vec![]));
+        let status_with_effective_set = |mask: &str| format!("Name:\tx\nCapPrm:\tffffffffffffffff\nCapEff:\t{mask}\n");
+        assert_eq!(missing_capabilities_in(&status_with_effective_set("000001ffffffffff")), Some(vec![]));
         assert_eq!(
-            missing_in(&status("0000000000000000")),
+            missing_capabilities_in(&status_with_effective_set("0000000000000000")),
             Some(vec!["CAP_NET_ADMIN", "CAP_NET_RAW", "CAP_PERFMON", "CAP_BPF"])
         );
         // CAP_SYS_ADMIN, CAP_NET_ADMIN.
-        assert_eq!(missing_in(&status("0000000000201000")), Some(vec!["CAP_NET_RAW"]));
-        assert_eq!(missing_in("Name:\tx\n"), None);
+        assert_eq!(missing_capabilities_in(&status_with_effective_set("0000000000201000")), Some(vec!["CAP_NET_RAW"]));
+        assert_eq!(missing_capabilities_in("Name:\tx\n"), None);
     }
 }

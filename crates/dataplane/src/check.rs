@@ -17,13 +17,13 @@ use crate::skeleton::lb::LbSkelBuilder;
 
 /// Loads the BPF objects with the given names. Returns the kernel's result for each of them.
 pub fn load_programs(names: &[&str]) -> Vec<(&'static str, anyhow::Result<()>)> {
-    let named = skeleton::OBJECTS.into_iter().filter(|(name, _)| names.contains(name));
-    named.map(|(name, object)| (name, load(name, object).map(drop))).collect()
+    let selected_objects = skeleton::OBJECTS.into_iter().filter(|(name, _)| names.contains(name));
+    selected_objects.map(|(name, object)| (name, load_all_variants(name, object).map(drop))).collect()
 }
 
 /// Loads every BPF object of the data plane. Returns its name and the kernel's result for each.
 pub fn load_every_program() -> Vec<(&'static str, anyhow::Result<()>)> {
-    skeleton::OBJECTS.into_iter().map(|(name, object)| (name, load(name, object).map(drop))).collect()
+    skeleton::OBJECTS.into_iter().map(|(name, object)| (name, load_all_variants(name, object).map(drop))).collect()
 }
 
 /// Verifier's cost of one BPF program in one variant (set of constants).
@@ -33,12 +33,12 @@ pub struct VerifierCost {
     pub program: String,
     /// Number of instructions that the verifier processed. The kernel allows 1,000,000 (BPF_COMPLEXITY_LIMIT_INSNS in
     /// include/linux/bpf_verifier.h).
-    pub instructions: u32,
+    pub verified_instructions: u32,
 }
 
 /// Loads every variant of every program and returns the verifier's costs. Fails when the kernel refuses a program.
 pub fn verifier_costs() -> anyhow::Result<Vec<VerifierCost>> {
-    collect(skeleton::OBJECTS.into_iter().map(|(name, object)| load(name, object)))
+    concatenate_costs(skeleton::OBJECTS.into_iter().map(|(name, object)| load_all_variants(name, object)))
 }
 
 /// Returns the number of instructions that the verifier has processed for a loaded program. Fails when the kernel does
@@ -51,76 +51,85 @@ fn verified_instructions(program: BorrowedFd<'_>) -> anyhow::Result<u32> {
         .context("the program is not listed")
 }
 
-fn load(name: &str, object: &[u8]) -> anyhow::Result<Vec<VerifierCost>> {
+fn load_all_variants(name: &str, object: &[u8]) -> anyhow::Result<Vec<VerifierCost>> {
     match name {
         // Variants with each rule and each mode alone, and one with all: unneeded features are not compiled in.
         "lb" => {
             let (rules, modes) = (&intf::PLACEMENT_RULE_NAMES, &intf::CONSISTENCY_NAMES);
-            let of_rules = rules.iter().enumerate().map(|(rule, name)| (*name, 1 << rule, STATELESS_BIT));
-            let of_modes = modes.iter().enumerate().map(|(mode, name)| (*name, TABLE_RULE_BIT, 1 << mode));
-            let all = ("all", (1 << intf::PLACEMENT_RULE_COUNT) - 1, (1 << intf::CONSISTENCY_COUNT) - 1);
-            let variants = of_rules.chain(of_modes).chain([all]);
-            collect(variants.map(|(variant, rules, modes)| load_lb(variant, rules, modes)))
+            let rule_variants = rules.iter().enumerate().map(|(rule, name)| (*name, 1 << rule, STATELESS_BIT));
+            let mode_variants = modes.iter().enumerate().map(|(mode, name)| (*name, TABLE_RULE_BIT, 1 << mode));
+            let full_variant = ("all", (1 << intf::PLACEMENT_RULE_COUNT) - 1, (1 << intf::CONSISTENCY_COUNT) - 1);
+            let variants = rule_variants.chain(mode_variants).chain([full_variant]);
+            concatenate_costs(variants.map(|(variant, rules, modes)| load_lb(variant, rules, modes)))
         }
         "dispatch" => {
-            let variants = Policy::all().flat_map(|policy| [(policy, false), (policy, true)]);
-            collect(variants.map(|(policy, learn)| {
+            let policy_variants = Policy::all().flat_map(|policy| [(policy, false), (policy, true)]);
+            concatenate_costs(policy_variants.map(|(policy, learn)| {
                 load_dispatch(policy, learn).with_context(|| format!("with the policy {}", policy.name()))
             }))
         }
-        _ => costs(name, &ObjectBuilder::default().open_memory(object)?.load()?),
+        _ => object_costs(name, &ObjectBuilder::default().open_memory(object)?.load()?),
     }
 }
 
 const STATELESS_BIT: u32 = 1 << intf::CONSISTENCY_STATELESS;
 const TABLE_RULE_BIT: u32 = 1 << intf::PLACEMENT_RULE_TABLE;
 
-fn collect(variants: impl Iterator<Item = anyhow::Result<Vec<VerifierCost>>>) -> anyhow::Result<Vec<VerifierCost>> {
+fn concatenate_costs(
+    variants: impl Iterator<Item = anyhow::Result<Vec<VerifierCost>>>,
+) -> anyhow::Result<Vec<VerifierCost>> {
     Ok(variants.collect::<anyhow::Result<Vec<_>>>()?.concat())
 }
 
-fn costs(variant: &str, object: &Object) -> anyhow::Result<Vec<VerifierCost>> {
-    let cost = |program: Program<'_>| {
-        let name = format!("{variant}, {}", program.name().to_string_lossy());
-        Ok(VerifierCost { program: name, instructions: verified_instructions(program.as_fd())? })
+fn object_costs(variant: &str, object: &Object) -> anyhow::Result<Vec<VerifierCost>> {
+    let program_cost = |program: Program<'_>| {
+        let program_and_variant_name = format!("{variant}, {}", program.name().to_string_lossy());
+        Ok(VerifierCost {
+            program: program_and_variant_name,
+            verified_instructions: verified_instructions(program.as_fd())?,
+        })
     };
-    object.progs().map(cost).collect()
+    object.progs().map(program_cost).collect()
 }
 
 fn load_dispatch(policy: Policy, observes_service_times: bool) -> anyhow::Result<Vec<VerifierCost>> {
-    let match_nothing = RequestType { value: [1; 8], mask: [0; 8], class: 1 };
+    let matching_nothing = RequestType { value: [1; 8], mask: [0; 8], class: 1 };
     let options = dispatch::Options {
         service: (Ipv4Addr::UNSPECIFIED, 53).into(),
         policy,
-        request_id: observes_service_times.then_some(RequestIdPosition { offset: 0, response_offset: 0, bytes: 2 }),
+        request_id_position: observes_service_times.then_some(RequestIdPosition {
+            offset: 0,
+            response_offset: 0,
+            bytes: 2,
+        }),
         type_offset: 0,
-        types: if observes_service_times { vec![match_nothing; dispatch::MAX_TYPES] } else { Vec::new() },
-        other_class: 0,
-        observes_service_times,
+        types: if observes_service_times { vec![matching_nothing; dispatch::MAX_TYPES] } else { Vec::new() },
+        default_class: 0,
+        measures_service_times: observes_service_times,
     };
-    let mut storage = MaybeUninit::uninit();
-    let mut open = DispatchSkelBuilder::default().open(&mut storage)?;
-    dispatch::set_constants(&mut open, &options)?;
+    let mut object_storage = MaybeUninit::uninit();
+    let mut open_skeleton = DispatchSkelBuilder::default().open(&mut object_storage)?;
+    dispatch::set_constants(&mut open_skeleton, &options)?;
     let variant = format!("dispatch {}{}", policy.name(), if observes_service_times { ", learning" } else { "" });
-    costs(&variant, open.load()?.object())
+    object_costs(&variant, open_skeleton.load()?.object())
 }
 
 fn load_lb(variant: &str, rules: u32, modes: u32) -> anyhow::Result<Vec<VerifierCost>> {
-    let mut storage = MaybeUninit::uninit();
-    let mut open = LbSkelBuilder::default().open(&mut storage)?;
-    let rodata = open.maps.rodata_data.as_deref_mut().context("lb.bpf.c without read-only data")?;
+    let mut object_storage = MaybeUninit::uninit();
+    let mut open_skeleton = LbSkelBuilder::default().open(&mut object_storage)?;
+    let rodata = open_skeleton.maps.rodata_data.as_deref_mut().context("lb.bpf.c without read-only data")?;
     rodata.rules_in_use = rules;
     rodata.modes_in_use = modes;
-    let several = !modes.is_power_of_two();
-    rodata.timestamps_off_in_use = several;
-    rodata.timestamps_lb_in_use = several;
-    rodata.udp_in_use = several;
-    rodata.ipv6_in_use = several;
-    rodata.traffic_in_use = several;
-    rodata.capture_in_use = several;
-    rodata.packets_read_clock = several;
-    rodata.vlans_in_use = several;
-    rodata.vlans_or_capture_in_use = several;
-    let what = || format!("with the placement rules {rules:#b} and the modes of consistency {modes:#b}");
-    costs(&format!("lb {variant}"), open.load().with_context(what)?.object())
+    let has_all_features = !modes.is_power_of_two();
+    rodata.timestamps_off_in_use = has_all_features;
+    rodata.timestamps_lb_in_use = has_all_features;
+    rodata.udp_in_use = has_all_features;
+    rodata.ipv6_in_use = has_all_features;
+    rodata.traffic_in_use = has_all_features;
+    rodata.capture_in_use = has_all_features;
+    rodata.packets_read_clock = has_all_features;
+    rodata.vlans_in_use = has_all_features;
+    rodata.vlans_or_capture_in_use = has_all_features;
+    let describe_variant = || format!("with the placement rules {rules:#b} and the modes of consistency {modes:#b}");
+    object_costs(&format!("lb {variant}"), open_skeleton.load().with_context(describe_variant)?.object())
 }

@@ -15,17 +15,18 @@ type CpuBusyTimes = [intf::cpu_busy_time; intf::MAX_CPUS as usize];
 
 /// BPF programs that count each CPU's busy time, until the value is dropped.
 #[derive(Debug)]
-pub struct CpuLoad {
-    cpus: MmapArray<CpuBusyTimes>,
-    _links: Vec<Link>,
+pub struct CpuBusyTimeCounter {
+    busy_times: MmapArray<CpuBusyTimes>,
+    _program_links: Vec<Link>,
 }
 
-impl CpuLoad {
+impl CpuBusyTimeCounter {
     /// Starts counting busy time on all CPUs. Fails when the kernel refuses the programs, which need BTF.
     pub fn start() -> anyhow::Result<Self> {
-        let mut storage = MaybeUninit::uninit();
-        let open = CpuLoadSkelBuilder::default().open(&mut storage).context("bpf/server/cpu_load.bpf.c")?;
-        let skeleton = open.load().context("the kernel refused bpf/server/cpu_load.bpf.c")?;
+        let mut object_storage = MaybeUninit::uninit();
+        let open_skeleton =
+            CpuLoadSkelBuilder::default().open(&mut object_storage).context("bpf/server/cpu_load.bpf.c")?;
+        let skeleton = open_skeleton.load().context("the kernel refused bpf/server/cpu_load.bpf.c")?;
         // Programs for ends are attached before those for begins: each counted begin has a counted end.
         let programs = [
             &skeleton.progs.interrupt_ends,
@@ -34,10 +35,13 @@ impl CpuLoad {
             &skeleton.progs.softirq_begins,
             &skeleton.progs.task_switch,
         ];
-        let attach =
+        let attach_program =
             |program: &ProgramMut<'_>| program.attach().with_context(|| format!("attaching {:?}", program.name()));
-        let links = programs.into_iter().map(attach).collect::<anyhow::Result<_>>()?;
-        Ok(Self { cpus: MmapArray::new(&skeleton.maps.bss).context("mapping busy times")?, _links: links })
+        let program_links = programs.into_iter().map(attach_program).collect::<anyhow::Result<_>>()?;
+        Ok(Self {
+            busy_times: MmapArray::new(&skeleton.maps.bss).context("mapping busy times")?,
+            _program_links: program_links,
+        })
     }
 
     /// Returns the time in ns for which `cpu` has been busy since the start; 0 if that CPU is not counted.
@@ -46,15 +50,15 @@ impl CpuLoad {
             return 0;
         }
         let offset = cpu * size_of::<intf::cpu_busy_time>() + offset_of!(intf::cpu_busy_time, encoded_busy_ns);
-        let mut encoded = self.cpus.load(offset);
+        let mut encoded_busy_ns = self.busy_times.load(offset);
         loop {
             // An unchanged word means that the CPU was always busy, or always idle, while the clock was read.
-            let busy_ns = decode_busy_ns(encoded, monotonic_ns());
-            let again = self.cpus.load(offset);
-            if again == encoded {
+            let busy_ns = decode_busy_ns(encoded_busy_ns, monotonic_ns());
+            let reread_busy_ns = self.busy_times.load(offset);
+            if reread_busy_ns == encoded_busy_ns {
                 return busy_ns;
             }
-            encoded = again;
+            encoded_busy_ns = reread_busy_ns;
         }
     }
 }
@@ -75,8 +79,8 @@ mod tests {
     fn busy_time_excludes_idle_time() {
         // Busy for 300 ns, then idle; then busy since 1,000 ns.
         assert_eq!(decode_busy_ns(600, 5_000), 300);
-        let since = 600_u64.wrapping_sub(2 * 1_000).wrapping_add(1);
-        assert_eq!(decode_busy_ns(since, 1_000), 300);
-        assert_eq!(decode_busy_ns(since, 1_700), 1_000);
+        let encoded_while_busy = 600_u64.wrapping_sub(2 * 1_000).wrapping_add(1);
+        assert_eq!(decode_busy_ns(encoded_while_busy, 1_000), 300);
+        assert_eq!(decode_busy_ns(encoded_while_busy, 1_700), 1_000);
     }
 }

@@ -24,7 +24,7 @@ use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 pub use coreward_intf::DECAP_COUNTER_NAMES as COUNTER_NAMES;
 
 use crate::lb::link::{self, XdpLink};
-use crate::per_cpu::per_cpu_sums;
+use crate::per_cpu::sum_over_cpus;
 use crate::skeleton::decap::DecapSkelBuilder;
 
 /// Number of counters of the decapsulation program.
@@ -32,14 +32,14 @@ pub const COUNTER_COUNT: usize = intf::DECAP_COUNTER_COUNT as usize;
 
 const MAP_NAMES: [&str; 3] = ["sources", "vips", "counters"];
 /// Length of an address as a map key, in bytes. IPv4 addresses are stored as in `struct service_key`.
-const ADDRESS_BYTES: usize = 16;
+const ADDRESS_KEY_BYTES: usize = 16;
 
 /// XDP program that decapsulates packets, and its maps. The program stays attached after the value is dropped.
 #[derive(Debug)]
 pub struct Decapsulation {
     program: OwnedFd,
-    sources: MapHandle,
-    vips: MapHandle,
+    source_addresses: MapHandle,
+    vip_addresses: MapHandle,
     counters: MapHandle,
 }
 
@@ -51,21 +51,21 @@ impl Decapsulation {
     /// Attaches the program to a device, in the driver if possible. A program of an earlier process is replaced, and
     /// its maps are kept. Fails when the device has another XDP program, or the kernel rejects the program.
     pub fn attach(interface_index: u32, pin_directory: &Path) -> anyhow::Result<Self> {
-        let pins = decap_pin_directory(pin_directory);
-        let mut pinned = XdpLink::open_pinned(&pins.join("link"))?;
-        if let Some(link) = &pinned
+        let decap_directory = decap_pin_directory(pin_directory);
+        let mut pinned_link = XdpLink::open_pinned(&decap_directory.join("link"))?;
+        if let Some(link) = &pinned_link
             && link.interface_index()? != interface_index
         {
             remove(pin_directory)?;
-            pinned = None;
+            pinned_link = None;
         }
-        std::fs::create_dir_all(&pins).with_context(|| pins.display().to_string())?;
-        remove_other_layout(&pins)?;
-        let decapsulation = Self::load(Some(&pins))?;
+        std::fs::create_dir_all(&decap_directory).with_context(|| decap_directory.display().to_string())?;
+        remove_ipv4_only_pins(&decap_directory)?;
+        let decapsulation = Self::load(Some(&decap_directory))?;
         let program = decapsulation.program();
-        match pinned {
+        match pinned_link {
             Some(link) => link.replace(program).context("replacing the decapsulation program")?,
-            None => attach_new(program, interface_index)?.pin(&pins.join("link"))?,
+            None => attach_new_link(program, interface_index)?.pin(&decap_directory.join("link"))?,
         }
         Ok(decapsulation)
     }
@@ -76,20 +76,25 @@ impl Decapsulation {
     }
 
     fn load(pins: Option<&Path>) -> anyhow::Result<Self> {
-        let mut storage = MaybeUninit::uninit();
-        let mut open = DecapSkelBuilder::default().open(&mut storage).context("bpf/server/decap.bpf.c")?;
-        let maps = [&mut open.maps.decap_sources, &mut open.maps.decap_vips, &mut open.maps.decap_counters];
+        let mut object_storage = MaybeUninit::uninit();
+        let mut open_skeleton =
+            DecapSkelBuilder::default().open(&mut object_storage).context("bpf/server/decap.bpf.c")?;
+        let maps = [
+            &mut open_skeleton.maps.decap_sources,
+            &mut open_skeleton.maps.decap_vips,
+            &mut open_skeleton.maps.decap_counters,
+        ];
         for (map, name) in maps.into_iter().zip(MAP_NAMES) {
             if let Some(pins) = pins {
                 map.set_pin_path(pins.join(name)).with_context(|| format!("the pin {name}"))?;
             }
         }
-        let loaded = open.load().context("the kernel refused bpf/server/decap.bpf.c")?;
+        let loaded_skeleton = open_skeleton.load().context("the kernel refused bpf/server/decap.bpf.c")?;
         Ok(Self {
-            program: loaded.progs.decap.as_fd().try_clone_to_owned()?,
-            sources: MapHandle::try_from(&loaded.maps.decap_sources)?,
-            vips: MapHandle::try_from(&loaded.maps.decap_vips)?,
-            counters: MapHandle::try_from(&loaded.maps.decap_counters)?,
+            program: loaded_skeleton.progs.decap.as_fd().try_clone_to_owned()?,
+            source_addresses: MapHandle::try_from(&loaded_skeleton.maps.decap_sources)?,
+            vip_addresses: MapHandle::try_from(&loaded_skeleton.maps.decap_vips)?,
+            counters: MapHandle::try_from(&loaded_skeleton.maps.decap_counters)?,
         })
     }
 
@@ -100,38 +105,42 @@ impl Decapsulation {
 
     /// Sets the addresses of the load balancers whose packets are decapsulated. Fails when there are too many of them.
     pub fn set_sources(&self, sources: &[IpAddr]) -> anyhow::Result<()> {
-        let limit = intf::MAX_DECAP_SOURCES as usize;
-        ensure!(sources.len() <= limit, "{} sources of encapsulated packets: expected at most {limit}", sources.len());
-        set_addresses(&self.sources, sources)
+        let max_sources = intf::MAX_DECAP_SOURCES as usize;
+        ensure!(
+            sources.len() <= max_sources,
+            "{} sources of encapsulated packets: expected at most {max_sources}",
+            sources.len()
+        );
+        set_addresses(&self.source_addresses, sources)
     }
 
     /// Sets the VIPs to which encapsulated packets are accepted.
     pub fn set_vips(&self, vips: &[IpAddr]) -> anyhow::Result<()> {
-        set_addresses(&self.vips, vips)
+        set_addresses(&self.vip_addresses, vips)
     }
 
     /// Returns the counters in the order of [`COUNTER_NAMES`], counted since the maps were created.
     pub fn counters(&self) -> anyhow::Result<[u64; COUNTER_COUNT]> {
-        per_cpu_sums(&self.counters)
+        sum_over_cpus(&self.counters)
     }
 }
 
-fn attach_new(program: BorrowedFd<'_>, interface_index: u32) -> anyhow::Result<XdpLink> {
-    let created = XdpLink::create_in_any_mode(program, interface_index).map(|(link, _)| link);
-    created.with_context(|| {
+fn attach_new_link(program: BorrowedFd<'_>, interface_index: u32) -> anyhow::Result<XdpLink> {
+    let created_link = XdpLink::create_in_any_mode(program, interface_index).map(|(link, _)| link);
+    created_link.with_context(|| {
         format!("decapsulation at the interface of index {interface_index}: expected no other XDP program there")
     })
 }
 
 /// Replaces the contents of an address map by the `desired` addresses.
 fn set_addresses(map: &MapHandle, desired: &[IpAddr]) -> anyhow::Result<()> {
-    let key = |address: &IpAddr| -> [u8; ADDRESS_BYTES] { zerocopy::transmute!(address_words(*address)) };
-    let desired: BTreeSet<[u8; ADDRESS_BYTES]> = desired.iter().map(key).collect();
-    let known: Vec<Vec<u8>> = map.keys().collect();
-    for key in known.iter().filter(|key| !desired.iter().any(|address| address[..] == key[..])) {
+    let address_key = |address: &IpAddr| -> [u8; ADDRESS_KEY_BYTES] { zerocopy::transmute!(address_words(*address)) };
+    let desired_keys: BTreeSet<[u8; ADDRESS_KEY_BYTES]> = desired.iter().map(address_key).collect();
+    let present_keys: Vec<Vec<u8>> = map.keys().collect();
+    for key in present_keys.iter().filter(|key| !desired_keys.iter().any(|address| address[..] == key[..])) {
         map.delete(key).context("removing an address")?;
     }
-    for address in desired {
+    for address in desired_keys {
         map.update(&address, &[1], MapFlags::ANY).context("adding an address")?;
     }
     Ok(())
@@ -139,9 +148,9 @@ fn set_addresses(map: &MapHandle, desired: &[IpAddr]) -> anyhow::Result<()> {
 
 /// Removes the pinned maps of older versions, which held IPv4 addresses only. The attached program keeps its maps until
 /// it is replaced.
-fn remove_other_layout(pins: &Path) -> anyhow::Result<()> {
+fn remove_ipv4_only_pins(pins: &Path) -> anyhow::Result<()> {
     match MapHandle::from_pinned_path(pins.join(MAP_NAMES[0])) {
-        Ok(sources) if sources.key_size() as usize != ADDRESS_BYTES => {
+        Ok(sources) if sources.key_size() as usize != ADDRESS_KEY_BYTES => {
             MAP_NAMES.iter().try_for_each(|name| link::unpin(&pins.join(name)))
         }
         _ => Ok(()),
@@ -150,12 +159,14 @@ fn remove_other_layout(pins: &Path) -> anyhow::Result<()> {
 
 /// Detaches the program and removes its pins, if there are any.
 pub fn remove(pin_directory: &Path) -> anyhow::Result<()> {
-    let pins = decap_pin_directory(pin_directory);
+    let decap_directory = decap_pin_directory(pin_directory);
     for name in ["link"].into_iter().chain(MAP_NAMES) {
-        link::unpin(&pins.join(name))?;
+        link::unpin(&decap_directory.join(name))?;
     }
-    match std::fs::remove_dir(&pins) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error).context(pins.display().to_string()),
+    match std::fs::remove_dir(&decap_directory) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(error).context(decap_directory.display().to_string())
+        }
         _ => Ok(()),
     }
 }

@@ -6,7 +6,7 @@ use std::os::fd::AsRawFd as _;
 use libbpf_rs::libbpf_sys;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
 
-use crate::ethtool::interface_request;
+use crate::ethtool::named_ifreq;
 
 /// XDP programs attached to a network device, and its driver's support of XDP.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -20,26 +20,26 @@ pub struct XdpState {
 }
 
 /// NETDEV_XDP_ACT_BASIC of include/uapi/linux/netdev.h: support of XDP_ABORTED, XDP_DROP, XDP_PASS and XDP_TX.
-const ACT_BASIC: u64 = 1;
+const NETDEV_XDP_ACT_BASIC: u64 = 1;
 
 /// Returns the XDP state of a device. Fails when no device has this index.
 pub fn query_xdp_state(interface_index: u32) -> io::Result<XdpState> {
-    let mut options = libbpf_sys::bpf_xdp_query_opts {
+    let mut query_options = libbpf_sys::bpf_xdp_query_opts {
         sz: size_of::<libbpf_sys::bpf_xdp_query_opts>() as libbpf_sys::size_t,
         ..Default::default()
     };
-    // SAFETY: `options` lives through the call and contains its own length.
-    let result = unsafe { libbpf_sys::bpf_xdp_query(interface_index as i32, 0, &raw mut options) };
+    // SAFETY: `query_options` lives through the call and contains its own length.
+    let result = unsafe { libbpf_sys::bpf_xdp_query(interface_index as i32, 0, &raw mut query_options) };
     if result < 0 {
         return Err(io::Error::from_raw_os_error(-result));
     }
     let id = |id: u32| (id != 0).then_some(id);
     // libbpf leaves 0 if the kernel does not support the query, and the kernel returns 0 for a driver without XDP.
-    let reported = options.feature_flags != 0 || reports_xdp_features();
+    let is_feature_set_reported = query_options.feature_flags != 0 || reports_xdp_features();
     Ok(XdpState {
-        native_program_id: id(options.drv_prog_id),
-        generic_program_id: id(options.skb_prog_id),
-        supports_native: reported.then_some(options.feature_flags & ACT_BASIC != 0),
+        native_program_id: id(query_options.drv_prog_id),
+        generic_program_id: id(query_options.skb_prog_id),
+        supports_native: is_feature_set_reported.then_some(query_options.feature_flags & NETDEV_XDP_ACT_BASIC != 0),
     })
 }
 
@@ -47,22 +47,22 @@ pub fn query_xdp_state(interface_index: u32) -> io::Result<XdpState> {
 /// loopback has no XDP driver, and veth devices may be absent.
 fn reports_xdp_features() -> bool {
     nix::sys::utsname::uname().is_ok_and(|name| {
-        let release = name.release().to_string_lossy();
-        let mut numbers = release.split(['.', '-']).map_while(|part| part.parse::<u32>().ok());
-        (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0)) >= (6, 3)
+        let kernel_release = name.release().to_string_lossy();
+        let mut version_numbers = kernel_release.split(['.', '-']).map_while(|part| part.parse::<u32>().ok());
+        (version_numbers.next().unwrap_or(0), version_numbers.next().unwrap_or(0)) >= (6, 3)
     })
 }
 
 /// Returns the MTU of a network interface in bytes. Fails when the interface does not exist.
 pub fn mtu(interface: &str) -> io::Result<u32> {
     let socket = socket(AddressFamily::Inet, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None)?;
-    let mut ifreq = interface_request(interface)?;
+    let mut mtu_request = named_ifreq(interface)?;
     // SAFETY: SIOCGIFMTU writes into the struct alone, which lives through the call.
-    if unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCGIFMTU, &raw mut ifreq) } < 0 {
+    if unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCGIFMTU, &raw mut mtu_request) } < 0 {
         return Err(io::Error::last_os_error());
     }
     // SAFETY: the call has succeeded, so this is the member of the union that holds a value.
-    let mtu = unsafe { ifreq.ifr_ifru.ifru_mtu };
+    let mtu = unsafe { mtu_request.ifr_ifru.ifru_mtu };
     u32::try_from(mtu).map_err(io::Error::other)
 }
 
@@ -71,11 +71,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn loopback_has_neither_xdp_nor_a_small_mtu() {
-        let index = nix::net::if_::if_nametoindex("lo").unwrap();
-        let found = query_xdp_state(index).unwrap();
-        assert_eq!((found.native_program_id, found.generic_program_id), (None, None));
-        assert_ne!(found.supports_native, Some(true));
+    fn loopback_reports_no_xdp_program_and_a_large_mtu() {
+        let loopback_index = nix::net::if_::if_nametoindex("lo").unwrap();
+        let loopback_xdp_state = query_xdp_state(loopback_index).unwrap();
+        assert_eq!((loopback_xdp_state.native_program_id, loopback_xdp_state.generic_program_id), (None, None));
+        assert_ne!(loopback_xdp_state.supports_native, Some(true));
         assert!(mtu("lo").unwrap() >= 1500);
         assert!(mtu("nonexistent0").is_err() && mtu("a-name-that-is-too-long").is_err());
     }

@@ -24,7 +24,7 @@ use libbpf_rs::{Iter, Link, MapCore as _, MapFlags, MapHandle};
 
 pub use options::{
     MAX_RESPONSE_TIMEOUT, MAX_TYPES, Options, POLL_INTERVAL, Policy, RequestIdPosition, RequestType, Timeouts,
-    UnknownPolicy,
+    UnknownPolicyName,
 };
 pub use request_ledger::{RequestLedger, WorkerCounts};
 
@@ -49,14 +49,14 @@ const DROPS_LINK_PIN: &str = "drops_link";
 /// BPF programs that dispatch the requests of one service. They continue to work after the value is dropped.
 #[derive(Debug)]
 pub struct DispatchPrograms {
-    program: OwnedFd,
-    responses_program: OwnedFd,
-    workers: SocketArray,
-    sockets: MapHandle,
+    select_program: OwnedFd,
+    response_program: OwnedFd,
+    worker_sockets: SocketArray,
+    slots_by_socket: MapHandle,
     ledger: RequestLedger,
-    queues: Link,
-    _responses: Link,
-    _drops: Link,
+    queue_iterator_link: Link,
+    _response_link: Link,
+    _drop_link: Link,
     policy: Policy,
     is_taken_over: bool,
 }
@@ -71,34 +71,41 @@ impl DispatchPrograms {
         assert!(options.types.len() <= MAX_TYPES, "{} types", options.types.len());
         fs::create_dir_all(pins).with_context(|| pins.display().to_string())?;
         let is_taken_over = pins.join(WORKERS_PIN).exists();
-        let mut storage = MaybeUninit::uninit();
-        let mut open = DispatchSkelBuilder::default().open(&mut storage).context("bpf/dispatch/dispatch.bpf.c")?;
-        set_constants(&mut open, options)?;
-        open.maps.workers.set_pin_path(pins.join(WORKERS_PIN))?;
-        open.maps.sockets.set_pin_path(pins.join(SOCKETS_PIN))?;
-        open.maps.bss_state.set_pin_path(pins.join(STATE_PIN))?;
-        open.maps.bss_requests.set_pin_path(pins.join(REQUESTS_PIN))?;
-        let another = || format!("{} is of another version (end it with --detach first)", pins.display());
-        let loaded =
-            open.load().with_context(|| format!("the kernel refused bpf/dispatch/dispatch.bpf.c, or {}", another()))?;
-        let ledger = RequestLedger::new(&loaded.maps.bss_state, &loaded.maps.bss_requests)?;
+        let mut object_storage = MaybeUninit::uninit();
+        let mut open_skeleton =
+            DispatchSkelBuilder::default().open(&mut object_storage).context("bpf/dispatch/dispatch.bpf.c")?;
+        set_constants(&mut open_skeleton, options)?;
+        open_skeleton.maps.workers.set_pin_path(pins.join(WORKERS_PIN))?;
+        open_skeleton.maps.sockets.set_pin_path(pins.join(SOCKETS_PIN))?;
+        open_skeleton.maps.bss_state.set_pin_path(pins.join(STATE_PIN))?;
+        open_skeleton.maps.bss_requests.set_pin_path(pins.join(REQUESTS_PIN))?;
+        let other_version_error = || format!("{} is of another version (end it with --detach first)", pins.display());
+        let loaded_skeleton = open_skeleton
+            .load()
+            .with_context(|| format!("the kernel refused bpf/dispatch/dispatch.bpf.c, or {}", other_version_error()))?;
+        let ledger = RequestLedger::new(&loaded_skeleton.maps.bss_state, &loaded_skeleton.maps.bss_requests)?;
         if is_taken_over {
-            ensure!(ledger.has_this_version(), another());
+            ensure!(ledger.has_current_layout(), other_version_error());
         } else {
-            ledger.start()?;
+            ledger.initialise_maps()?;
         }
         ledger.store_service_info(options);
-        let responses = attach_responses(&loaded.progs.responses, cgroup, &pins.join(RESPONSES_LINK_PIN))?;
-        let drops = attach_drops(&loaded.progs.drops, &pins.join(DROPS_LINK_PIN))?;
+        let response_link =
+            attach_response_program(&loaded_skeleton.progs.responses, cgroup, &pins.join(RESPONSES_LINK_PIN))?;
+        let drop_link = attach_drop_program(&loaded_skeleton.progs.drops, &pins.join(DROPS_LINK_PIN))?;
         Ok(Self {
-            program: loaded.progs.dispatch.as_fd().try_clone_to_owned()?,
-            responses_program: loaded.progs.responses.as_fd().try_clone_to_owned()?,
-            workers: SocketArray::new((&loaded.maps.workers).try_into()?, intf::MAX_DISPATCH_WORKERS),
-            sockets: (&loaded.maps.sockets).try_into()?,
+            select_program: loaded_skeleton.progs.dispatch.as_fd().try_clone_to_owned()?,
+            response_program: loaded_skeleton.progs.responses.as_fd().try_clone_to_owned()?,
+            worker_sockets: SocketArray::new((&loaded_skeleton.maps.workers).try_into()?, intf::MAX_DISPATCH_WORKERS),
+            slots_by_socket: (&loaded_skeleton.maps.sockets).try_into()?,
             ledger,
-            queues: loaded.progs.queues.attach().context("attaching the queue iterator (iter/udp)")?,
-            _responses: responses,
-            _drops: drops,
+            queue_iterator_link: loaded_skeleton
+                .progs
+                .queues
+                .attach()
+                .context("attaching the queue iterator (iter/udp)")?,
+            _response_link: response_link,
+            _drop_link: drop_link,
             policy: options.policy,
             is_taken_over,
         })
@@ -110,13 +117,13 @@ impl DispatchPrograms {
     }
 
     /// Returns the file descriptor of the program that selects a worker's socket.
-    pub fn program(&self) -> BorrowedFd<'_> {
-        self.program.as_fd()
+    pub fn select_program(&self) -> BorrowedFd<'_> {
+        self.select_program.as_fd()
     }
 
     /// Returns the file descriptor of the program that observes sent datagrams.
-    pub fn responses_program(&self) -> BorrowedFd<'_> {
-        self.responses_program.as_fd()
+    pub fn response_program(&self) -> BorrowedFd<'_> {
+        self.response_program.as_fd()
     }
 
     /// Returns the ledger with the requests and counts of the programs.
@@ -127,23 +134,25 @@ impl DispatchPrograms {
     /// Attaches the program to the SO_REUSEPORT group of `socket`, in place of an attached program. Fails when the
     /// socket is in no such group.
     pub fn attach(&self, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
-        reuseport::attach(self.program.as_fd(), socket)
+        reuseport::attach(self.select_program.as_fd(), socket)
     }
 
     /// Returns the cookie of each worker's socket, by slot. A socket that is closed leaves its slot by itself.
-    pub fn sockets(&self) -> BTreeMap<u32, SocketCookie> {
-        self.workers.sockets()
+    pub fn worker_sockets(&self) -> BTreeMap<u32, SocketCookie> {
+        self.worker_sockets.cookies_by_slot()
     }
 
     /// Adds the process that reads `socket` as a worker, which gets requests from now on. Returns its slot. `pid` is
     /// only displayed. Fails when all slots are taken, or the socket is in another array or has no SO_REUSEPORT.
     pub fn add_worker(&self, socket: BorrowedFd<'_>, pid: u32) -> anyhow::Result<u32> {
-        let slot = self.workers.free_slot()?;
-        let cookie = reuseport::socket_cookie(socket)?;
-        let key = socket.as_raw_fd().to_ne_bytes();
-        self.sockets.update(&key, &slot.to_ne_bytes(), MapFlags::ANY).context("storage of the socket's slot")?;
-        self.ledger.assign_slot(slot, cookie, pid);
-        if let Err(error) = self.workers.insert(slot, socket) {
+        let slot = self.worker_sockets.find_free_slot()?;
+        let socket_cookie = reuseport::socket_cookie(socket)?;
+        let socket_key = socket.as_raw_fd().to_ne_bytes();
+        self.slots_by_socket
+            .update(&socket_key, &slot.to_ne_bytes(), MapFlags::ANY)
+            .context("storage of the socket's slot")?;
+        self.ledger.assign_slot(slot, socket_cookie, pid);
+        if let Err(error) = self.worker_sockets.insert(slot, socket) {
             self.ledger.release_slot(slot);
             return Err(error);
         }
@@ -154,38 +163,39 @@ impl DispatchPrograms {
     /// Sets the limits of outstanding requests per worker, by priority class; `jsq` uses the first class only. `bounds`
     /// gets the number of workers and returns their limits in the order of slots. Panics when it returns more than
     /// [`MAX_WORKERS`] limits.
-    pub fn set_bounds(&self, bounds: impl Fn(u16) -> ClassBounds) {
-        let slots: Vec<u32> = self.sockets().into_keys().collect();
-        let bounds = bounds(slots.len().max(1) as u16);
-        let rows: Vec<Vec<u32>> = (0..MAX_CLASSES as u8).map(|class| bounds.for_class(class).to_vec()).collect();
+    pub fn set_request_limits(&self, bounds: impl Fn(u16) -> ClassBounds) {
+        let used_slots: Vec<u32> = self.worker_sockets().into_keys().collect();
+        let class_bounds = bounds(used_slots.len().max(1) as u16);
+        let limits_by_class: Vec<Vec<u32>> =
+            (0..MAX_CLASSES as u8).map(|class| class_bounds.for_class(class).to_vec()).collect();
         // jsq reads only the limit of slot 0, even if slot 0 has no worker.
-        let first = (self.policy == Policy::ShortestQueue).then(|| rows[0][0]);
-        self.ledger.set_bounds(&slots, &rows, first);
+        let slot_0_limit = (self.policy == Policy::ShortestQueue).then(|| limits_by_class[0][0]);
+        self.ledger.set_request_limits(&used_slots, &limits_by_class, slot_0_limit);
     }
 
     /// Sets the expected service time of each type, in the order of [`Options::types`]; the last time is for requests
     /// of no type. Panics when there are more times than types are possible.
-    pub fn set_expected_times(&self, times: &[Duration]) {
+    pub fn set_expected_service_times(&self, times: &[Duration]) {
         for (number, time) in times.iter().enumerate() {
-            self.ledger.set_weight(number, RoundedServiceTime::new(*time));
+            self.ledger.set_expected_service_time(number, RoundedServiceTime::new(*time));
         }
     }
 
     /// Maintains the service; to be called once per [`POLL_INTERVAL`]. Reads the sockets' queues, gives up requests
     /// without a response, and disables workers that do not read. Returns whether a worker has died since the last
     /// call. `now` may be from any monotonic clock. Fails when the queues cannot be read.
-    pub fn poll(&mut self, now: Duration, timeouts: &Timeouts) -> anyhow::Result<bool> {
-        self.ledger.begin_poll();
+    pub fn maintain(&mut self, now: Duration, timeouts: &Timeouts) -> anyhow::Result<bool> {
+        self.ledger.increment_request_ages();
         self.read_queues()?;
-        Ok(self.ledger.repair(&self.workers.sockets(), now, timeouts))
+        Ok(self.ledger.reconcile(&self.worker_sockets.cookies_by_slot(), now, timeouts))
     }
 
     /// Runs `bpf/dispatch/dispatch.bpf.c`, `queues`, over all UDP sockets of this network namespace.
     fn read_queues(&self) -> anyhow::Result<()> {
-        let mut iter = Iter::new(&self.queues).context("looking at the queues")?;
-        let mut nothing = [0; 8];
+        let mut queue_iterator = Iter::new(&self.queue_iterator_link).context("looking at the queues")?;
+        let mut read_buffer = [0; 8];
         // The program prints nothing: the first read runs it over all sockets.
-        while iter.read(&mut nothing).context("reading the queues")? > 0 {}
+        while queue_iterator.read(&mut read_buffer).context("reading the queues")? > 0 {}
         Ok(())
     }
 }
@@ -195,16 +205,16 @@ impl DispatchPrograms {
 /// be removed.
 pub fn remove(pins: &Path) -> anyhow::Result<()> {
     if let Ok(map) = MapHandle::from_pinned_path(pins.join(WORKERS_PIN)) {
-        let workers = SocketArray::new(map, intf::MAX_DISPATCH_WORKERS);
-        workers.sockets().into_keys().for_each(|slot| workers.clear(slot));
+        let worker_sockets = SocketArray::new(map, intf::MAX_DISPATCH_WORKERS);
+        worker_sockets.cookies_by_slot().into_keys().for_each(|slot| worker_sockets.clear(slot));
     }
-    let link = pins.join(RESPONSES_LINK_PIN);
-    if link.exists() {
+    let response_link_path = pins.join(RESPONSES_LINK_PIN);
+    if response_link_path.exists() {
         // An error means that the cgroup is gone, and the program with it.
-        if let Err(error) = Link::open(&link).and_then(|link| link.detach()) {
+        if let Err(error) = Link::open(&response_link_path).and_then(|link| link.detach()) {
             tracing::debug!(
                 event = "link-not-detached",
-                pin = %link.display(),
+                pin = %response_link_path.display(),
                 %error,
                 "the dispatcher cannot detach its program for responses: the cgroup may be gone"
             );
@@ -217,58 +227,58 @@ pub fn remove(pins: &Path) -> anyhow::Result<()> {
 }
 
 /// Opens the pinned ledger of a service for reading. Fails when no ledger of this version is pinned in `pins`.
-pub fn pinned_ledger(pins: &Path) -> anyhow::Result<RequestLedger> {
-    let map =
+pub fn open_pinned_ledger(pins: &Path) -> anyhow::Result<RequestLedger> {
+    let open_map =
         |name| MapHandle::from_pinned_path(pins.join(name)).with_context(|| pins.join(name).display().to_string());
-    let ledger = RequestLedger::new(&map(STATE_PIN)?, &map(REQUESTS_PIN)?)?;
-    ensure!(ledger.has_this_version(), "{} is of another version", pins.display());
+    let ledger = RequestLedger::new(&open_map(STATE_PIN)?, &open_map(REQUESTS_PIN)?)?;
+    ensure!(ledger.has_current_layout(), "{} is of another version", pins.display());
     Ok(ledger)
 }
 
 /// Returns the mount point of the cgroup2 file system, which contains all processes, from /proc/mounts. Fails when no
 /// cgroup2 file system is mounted.
-pub fn cgroup_root() -> anyhow::Result<PathBuf> {
+pub fn cgroup2_mount_point() -> anyhow::Result<PathBuf> {
     let mounts = fs::read_to_string("/proc/mounts").context("/proc/mounts")?;
-    let mount = |line: &str| {
-        let mut words = line.split(' ');
-        let (path, kind) = (words.nth(1)?, words.next()?);
+    let cgroup2_mount = |line: &str| {
+        let mut mount_fields = line.split(' ');
+        let (path, kind) = (mount_fields.nth(1)?, mount_fields.next()?);
         (kind == "cgroup2").then(|| PathBuf::from(path))
     };
     mounts
         .lines()
-        .find_map(mount)
+        .find_map(cgroup2_mount)
         .context("no cgroup2 file system is mounted: expected one, as responses are seen there")
 }
 
 /// Sets the constants in the read-only data of a service's programs.
 pub(crate) fn set_constants(open: &mut OpenDispatchSkel<'_>, options: &Options) -> anyhow::Result<()> {
-    let namespace = fs::metadata("/proc/thread-self/ns/net").context("this network namespace")?;
+    let network_namespace = fs::metadata("/proc/thread-self/ns/net").context("this network namespace")?;
     let constants = open.maps.rodata_data.as_deref_mut().context("dispatch.bpf.o has no constants")?;
     constants.policy = options.policy.number();
     constants.service_port = options.service.port().to_be();
-    constants.service_address = request_ledger::client_words(options.service.ip());
-    constants.network_namespace = namespace.ino() as u32;
-    constants.observes_service_times = options.observes_service_times;
-    if let Some(id) = options.request_id {
+    constants.service_address = request_ledger::client_address_words(options.service.ip());
+    constants.network_namespace = network_namespace.ino() as u32;
+    constants.observes_service_times = options.measures_service_times;
+    if let Some(id) = options.request_id_position {
         constants.request_id_bytes = id.bytes.into();
         constants.request_id_offset = id.offset.into();
         constants.response_id_offset = id.response_offset.into();
     }
     constants.type_count = options.types.len() as u32;
     constants.type_offset = options.type_offset.into();
-    let matches = open.maps.data_types_data.as_deref_mut().context("dispatch.bpf.o has no types")?;
-    for ((number, place), kind) in (0..).zip(&mut matches.types).zip(&options.types) {
+    let type_patterns = open.maps.data_types_data.as_deref_mut().context("dispatch.bpf.o has no types")?;
+    for ((number, place), kind) in (0..).zip(&mut type_patterns.types).zip(&options.types) {
         place.value = u64::from_ne_bytes(kind.value);
         place.mask = u64::from_ne_bytes(kind.mask);
         place.class = kind.class.into();
         place.number = number;
     }
-    let others = &mut matches.types[options.types.len()];
-    (others.class, others.number) = (options.other_class.into(), options.types.len() as u32);
+    let fallback_type = &mut type_patterns.types[options.types.len()];
+    (fallback_type.class, fallback_type.number) = (options.default_class.into(), options.types.len() as u32);
     Ok(())
 }
 
-fn attach_responses(program: &libbpf_rs::ProgramMut<'_>, cgroup: &Path, pin: &Path) -> anyhow::Result<Link> {
+fn attach_response_program(program: &libbpf_rs::ProgramMut<'_>, cgroup: &Path, pin: &Path) -> anyhow::Result<Link> {
     if pin.exists() {
         let mut link = Link::open(pin).with_context(|| pin.display().to_string())?;
         if link.update_prog(program).is_ok() {
@@ -276,8 +286,8 @@ fn attach_responses(program: &libbpf_rs::ProgramMut<'_>, cgroup: &Path, pin: &Pa
         }
         fs::remove_file(pin).with_context(|| format!("removing {}", pin.display()))?;
     }
-    let directory = File::open(cgroup).with_context(|| cgroup.display().to_string())?;
-    let mut link = program.attach_cgroup(directory.as_raw_fd()).with_context(|| {
+    let cgroup_directory = File::open(cgroup).with_context(|| cgroup.display().to_string())?;
+    let mut link = program.attach_cgroup(cgroup_directory.as_raw_fd()).with_context(|| {
         format!("seeing responses at {}: expected a directory of a cgroup2 file system", cgroup.display())
     })?;
     link.pin(pin).with_context(|| format!("pinning {}", pin.display()))?;
@@ -285,7 +295,7 @@ fn attach_responses(program: &libbpf_rs::ProgramMut<'_>, cgroup: &Path, pin: &Pa
 }
 
 /// Attaches the program that observes dropped datagrams, in place of an earlier program with another map of requests.
-fn attach_drops(program: &libbpf_rs::ProgramMut<'_>, pin: &Path) -> anyhow::Result<Link> {
+fn attach_drop_program(program: &libbpf_rs::ProgramMut<'_>, pin: &Path) -> anyhow::Result<Link> {
     if pin.exists() {
         fs::remove_file(pin).with_context(|| format!("removing {}", pin.display()))?;
     }

@@ -29,7 +29,7 @@ pub const ETH_FLAG_NTUPLE: u32 = 1 << 27;
 /// `request` must have the length that its header specifies, because the kernel writes that many bytes.
 pub unsafe fn request(interface: &str, request: &mut [u32]) -> io::Result<()> {
     let socket = socket(AddressFamily::Inet, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None)?;
-    let mut ifreq = interface_request(interface)?;
+    let mut ifreq = named_ifreq(interface)?;
     ifreq.ifr_ifru.ifru_data = request.as_mut_ptr().cast();
     // SAFETY: `request` has the length that its header gives, by this function's contract.
     let result = unsafe { libc::ioctl(socket.as_raw_fd(), SIOCETHTOOL, &raw mut ifreq) };
@@ -38,20 +38,20 @@ pub unsafe fn request(interface: &str, request: &mut [u32]) -> io::Result<()> {
 
 /// Returns a device's offload flags, as in `enum ethtool_flags`. Fails when the driver does not report them.
 pub fn flags(interface: &str) -> io::Result<u32> {
-    let mut value = [ETHTOOL_GFLAGS, 0];
+    let mut flags_request = [ETHTOOL_GFLAGS, 0];
     // SAFETY: struct ethtool_value has two words.
-    unsafe { request(interface, &mut value) }?;
-    Ok(value[1])
+    unsafe { request(interface, &mut flags_request) }?;
+    Ok(flags_request[1])
 }
 
 /// Sets a device's offload flags, as in `enum ethtool_flags`. Fails when the driver rejects them.
-pub fn set_flags(interface: &str, flags: u32) -> io::Result<()> {
+pub fn set_offload_flags(interface: &str, flags: u32) -> io::Result<()> {
     // SAFETY: struct ethtool_value has two words.
     unsafe { request(interface, &mut [ETHTOOL_SFLAGS, flags]) }
 }
 
 /// Returns an ioctl request that names the network interface.
-pub(crate) fn interface_request(interface: &str) -> io::Result<libc::ifreq> {
+pub(crate) fn named_ifreq(interface: &str) -> io::Result<libc::ifreq> {
     // SAFETY: a struct of integers and pointers, for which zero is a value.
     let mut ifreq: libc::ifreq = unsafe { std::mem::zeroed() };
     if interface.len() >= ifreq.ifr_name.len() {
@@ -65,86 +65,87 @@ pub(crate) fn interface_request(interface: &str) -> io::Result<libc::ifreq> {
 
 /// Returns up to `limit` names from one of the driver's string sets (`enum ethtool_stringset`). Fails when the device
 /// does not exist, or its driver has no such set.
-pub fn strings(interface: &str, set: u32, limit: u32) -> io::Result<Vec<String>> {
-    const NAME_WORDS: usize = 8;
+pub fn string_set(interface: &str, set: u32, limit: u32) -> io::Result<Vec<String>> {
+    const STRING_U32_COUNT: usize = 8;
     // struct ethtool_sset_info: cmd, reserved, sset_mask (64 bits), then a count for each set that was asked for.
-    let mut info = [ETHTOOL_GSSET_INFO, 0, 1 << set, 0, 0];
+    let mut set_info_request = [ETHTOOL_GSSET_INFO, 0, 1 << set, 0, 0];
     // SAFETY: one set is asked for, and there is room for its count.
-    unsafe { request(interface, &mut info) }?;
-    let count = info[4].min(limit);
+    unsafe { request(interface, &mut set_info_request) }?;
+    let string_count = set_info_request[4].min(limit);
     // struct ethtool_gstrings: cmd, string_set, len, then names of 32 bytes. The kernel writes as many as there are.
-    let mut names = vec![0; 3 + info[4] as usize * NAME_WORDS];
-    names[..3].copy_from_slice(&[ETHTOOL_GSTRINGS, set, info[4]]);
+    let mut strings_request = vec![0; 3 + set_info_request[4] as usize * STRING_U32_COUNT];
+    strings_request[..3].copy_from_slice(&[ETHTOOL_GSTRINGS, set, set_info_request[4]]);
     // SAFETY: there is room for as many names as the driver has.
-    unsafe { request(interface, &mut names) }?;
-    let text = |words: &[u32]| {
+    unsafe { request(interface, &mut strings_request) }?;
+    let decode_string = |words: &[u32]| {
         let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).take_while(|byte| *byte != 0).collect();
         String::from_utf8_lossy(&bytes).into_owned()
     };
-    Ok(names[3..].chunks(NAME_WORDS).take(count as usize).map(text).collect())
+    Ok(strings_request[3..].chunks(STRING_U32_COUNT).take(string_count as usize).map(decode_string).collect())
 }
 
 /// Returns the names and values of the driver's counters (`ethtool -S`); an empty list if the driver has none.
-pub fn counters(interface: &str) -> Vec<(String, u64)> {
+pub fn driver_counters(interface: &str) -> Vec<(String, u64)> {
     const ETH_SS_STATS: u32 = 1;
     // A NIC has some thousand counters.
-    let names = strings(interface, ETH_SS_STATS, u32::MAX).unwrap_or_default();
+    let counter_names = string_set(interface, ETH_SS_STATS, u32::MAX).unwrap_or_default();
     // struct ethtool_stats: cmd, n_stats, then 64 bits per counter. A larger number of queues may add counters.
-    let mut words = vec![0; 2 + 2 * (2 * names.len() + 1024)];
-    words[..2].copy_from_slice(&[ETHTOOL_GSTATS, names.len() as u32]);
+    let mut statistics_request = vec![0; 2 + 2 * (2 * counter_names.len() + 1024)];
+    statistics_request[..2].copy_from_slice(&[ETHTOOL_GSTATS, counter_names.len() as u32]);
     // SAFETY: there is room for all counters.
-    if names.is_empty() || unsafe { request(interface, &mut words) }.is_err() {
+    if counter_names.is_empty() || unsafe { request(interface, &mut statistics_request) }.is_err() {
         return vec![];
     }
-    let value = |words: &[u32]| {
+    let counter_value = |words: &[u32]| {
         u64::from_ne_bytes([words[0].to_ne_bytes(), words[1].to_ne_bytes()].concat().try_into().expect("8 bytes"))
     };
-    names.into_iter().zip(words[2..].chunks(2).map(value)).collect()
+    counter_names.into_iter().zip(statistics_request[2..].chunks(2).map(counter_value)).collect()
 }
 
 /// Returns the nonzero driver counters of frames that XDP programs sent and the driver dropped.
-pub fn xdp_send_errors(interface: &str) -> Vec<(String, u64)> {
-    send_errors(counters(interface))
+pub fn xdp_transmit_errors(interface: &str) -> Vec<(String, u64)> {
+    filter_xdp_transmit_errors(driver_counters(interface))
 }
 
 /// Filters the counters of XDP transmit errors by name: `rx_queue_0_xdp_tx_errors` (veth), `rx_xdp_tx_full` and
 /// `rx_xdp_tx_err` (mlx5); bnxt, ena and virtio_net have similar names.
-fn send_errors(counters: Vec<(String, u64)>) -> Vec<(String, u64)> {
-    let is_error = |name: &str| {
-        let of_xdp = name.split_once("xdp_tx").map(|(_, rest)| rest);
-        of_xdp.is_some_and(|kind| ["err", "full", "drop"].iter().any(|word| kind.contains(word)))
+fn filter_xdp_transmit_errors(counters: Vec<(String, u64)>) -> Vec<(String, u64)> {
+    let is_transmit_error = |name: &str| {
+        let xdp_tx_suffix = name.split_once("xdp_tx").map(|(_, rest)| rest);
+        xdp_tx_suffix.is_some_and(|kind| ["err", "full", "drop"].iter().any(|word| kind.contains(word)))
     };
-    counters.into_iter().filter(|(name, count)| *count > 0 && is_error(name)).collect()
+    counters.into_iter().filter(|(name, count)| *count > 0 && is_transmit_error(name)).collect()
 }
 
 /// Returns the number of receive queues of a device, combined ones included (`ethtool -l`). Fails when the driver does
 /// not report it.
 pub fn receive_queue_count(interface: &str) -> io::Result<u16> {
-    all_channels(interface).map(|channels| channels.receive)
+    queue_counts(interface).map(|channels| channels.receive_queues)
 }
 
 /// Numbers of a device's queues, as in `ethtool -l`. Combined queues count as receive and as transmit queues.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Channels {
+pub struct QueueCounts {
     /// Number of receive queues, at least 1.
-    pub receive: u16,
+    pub receive_queues: u16,
     /// Maximum number of receive queues that the device supports.
-    pub receive_max: u16,
+    pub max_receive_queues: u16,
     /// Number of transmit queues, at least 1.
-    pub transmit: u16,
+    pub transmit_queues: u16,
 }
 
 /// Returns the numbers of queues. Fails when the driver does not report them.
-pub fn all_channels(interface: &str) -> io::Result<Channels> {
+pub fn queue_counts(interface: &str) -> io::Result<QueueCounts> {
     // struct ethtool_channels: cmd, max_{rx,tx,other,combined}, {rx,tx,other,combined}_count.
-    let mut request = [ETHTOOL_GCHANNELS, 0, 0, 0, 0, 0, 0, 0, 0];
+    let mut channels_request = [ETHTOOL_GCHANNELS, 0, 0, 0, 0, 0, 0, 0, 0];
     // SAFETY: the struct has nine words.
-    unsafe { self::request(interface, &mut request) }?;
-    let sum = |own: u32, combined: u32| u16::try_from(own.saturating_add(combined)).unwrap_or(u16::MAX).max(1);
-    Ok(Channels {
-        receive: sum(request[5], request[8]),
-        receive_max: sum(request[1], request[4]),
-        transmit: sum(request[6], request[8]),
+    unsafe { self::request(interface, &mut channels_request) }?;
+    let add_combined_queues =
+        |own: u32, combined: u32| u16::try_from(own.saturating_add(combined)).unwrap_or(u16::MAX).max(1);
+    Ok(QueueCounts {
+        receive_queues: add_combined_queues(channels_request[5], channels_request[8]),
+        max_receive_queues: add_combined_queues(channels_request[1], channels_request[4]),
+        transmit_queues: add_combined_queues(channels_request[6], channels_request[8]),
     })
 }
 
@@ -154,15 +155,16 @@ mod tests {
 
     #[test]
     fn dropped_xdp_frames_are_found_among_driver_counters() {
-        let counters = [
+        let driver_counters = [
             ("rx_queue_0_xdp_tx", 9),
             ("rx_queue_0_xdp_tx_errors", 4),
             ("rx_queue_1_xdp_tx_errors", 0),
             ("rx_xdp_tx_full", 2),
             ("rx_xdp_drop", 3),
         ];
-        let found = send_errors(counters.map(|(name, count)| (name.to_owned(), count)).into());
-        let expected = [("rx_queue_0_xdp_tx_errors", 4), ("rx_xdp_tx_full", 2)];
-        assert_eq!(found, expected.map(|(name, count)| (name.to_owned(), count)));
+        let found_errors =
+            filter_xdp_transmit_errors(driver_counters.map(|(name, count)| (name.to_owned(), count)).into());
+        let expected_errors = [("rx_queue_0_xdp_tx_errors", 4), ("rx_xdp_tx_full", 2)];
+        assert_eq!(found_errors, expected_errors.map(|(name, count)| (name.to_owned(), count)));
     }
 }

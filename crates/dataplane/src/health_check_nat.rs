@@ -21,31 +21,31 @@ pub const MAX_CONNECTIONS: usize = intf::MAX_NAT_ENTRIES as usize / 2;
 
 /// Connection of a health check whose addresses the programs rewrite.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct NatEntry {
+pub struct NatConnection {
     /// The server's own address, to which the load balancer connects.
     pub server: IpAddr,
     /// VIP that the server sees as the destination address; of the same address family as `server_address`.
     pub vip: IpAddr,
     /// Port of the server to which the health check connects.
-    pub port: u16,
+    pub server_port: u16,
     /// Source port from which the load balancer connects.
-    pub own_port: u16,
+    pub source_port: u16,
 }
 
-impl NatEntry {
+impl NatConnection {
     /// Returns the table's key and value for each direction of the connection, in network byte order.
-    fn entries(&self) -> [(intf::nat_entry, intf::nat_address); 2] {
+    fn map_entries(&self) -> [(intf::nat_entry, intf::nat_address); 2] {
         let key = |address: IpAddr| intf::nat_entry {
-            address: layout(address),
-            port: self.port.to_be(),
-            own_port: self.own_port.to_be(),
+            address: nat_address(address),
+            port: self.server_port.to_be(),
+            own_port: self.source_port.to_be(),
         };
-        [(key(self.server), layout(self.vip)), (key(self.vip), layout(self.server))]
+        [(key(self.server), nat_address(self.vip)), (key(self.vip), nat_address(self.server))]
     }
 }
 
 /// Converts an address to the layout of the BPF programs.
-fn layout(address: IpAddr) -> intf::nat_address {
+fn nat_address(address: IpAddr) -> intf::nat_address {
     intf::nat_address { word: address_words(address) }
 }
 
@@ -53,7 +53,7 @@ fn layout(address: IpAddr) -> intf::nat_address {
 #[derive(Debug)]
 pub struct NatPrograms {
     nat_table: Arc<NatTable>,
-    _held: [TemporaryAttachment; 2],
+    _attachments: [TemporaryAttachment; 2],
 }
 
 /// Table of the connections that the programs rewrite.
@@ -63,16 +63,20 @@ pub struct NatTable(MapHandle);
 impl NatPrograms {
     /// Loads and attaches the programs. Fails when the device does not exist, or the kernel rejects a program.
     pub fn attach(interface: &str) -> anyhow::Result<Self> {
-        let index = nix::net::if_::if_nametoindex(interface)
+        let interface_index = nix::net::if_::if_nametoindex(interface)
             .with_context(|| format!("interface {interface:?} does not exist here"))?;
-        let mut storage = MaybeUninit::uninit();
-        let open = HealthSkelBuilder::default().open(&mut storage).context("bpf/health/health.bpf.c")?;
-        let loaded = open.load().context("the kernel refused bpf/health/health.bpf.c")?;
-        let held = [
-            tc::attach_until_drop(loaded.progs.health_ingress.as_fd(), index, Direction::Ingress)?,
-            tc::attach_until_drop(loaded.progs.health_egress.as_fd(), index, Direction::Egress)?,
+        let mut object_storage = MaybeUninit::uninit();
+        let open_skeleton =
+            HealthSkelBuilder::default().open(&mut object_storage).context("bpf/health/health.bpf.c")?;
+        let loaded_skeleton = open_skeleton.load().context("the kernel refused bpf/health/health.bpf.c")?;
+        let attachments = [
+            tc::attach_until_drop(loaded_skeleton.progs.health_ingress.as_fd(), interface_index, Direction::Ingress)?,
+            tc::attach_until_drop(loaded_skeleton.progs.health_egress.as_fd(), interface_index, Direction::Egress)?,
         ];
-        Ok(Self { nat_table: Arc::new(NatTable(MapHandle::try_from(&loaded.maps.checked_paths)?)), _held: held })
+        Ok(Self {
+            nat_table: Arc::new(NatTable(MapHandle::try_from(&loaded_skeleton.maps.checked_paths)?)),
+            _attachments: attachments,
+        })
     }
 
     /// Returns the table of connections, which any thread may use.
@@ -83,16 +87,16 @@ impl NatPrograms {
 
 impl NatTable {
     /// Adds a connection: its packets then reach the server at the VIP. Fails above [`MAX_CONNECTIONS`] connections.
-    pub fn add(&self, path: &NatEntry) -> anyhow::Result<()> {
-        for (key, to) in path.entries() {
+    pub fn add(&self, path: &NatConnection) -> anyhow::Result<()> {
+        for (key, to) in path.map_entries() {
             self.0.update(key.as_bytes(), to.as_bytes(), MapFlags::ANY).context("a path for a health check")?;
         }
         Ok(())
     }
 
     /// Removes a connection from the table.
-    pub fn remove(&self, path: &NatEntry) {
-        for (key, _) in path.entries() {
+    pub fn remove(&self, path: &NatConnection) {
+        for (key, _) in path.map_entries() {
             if let Err(error) = self.0.delete(key.as_bytes()) {
                 tracing::debug!(
                     event = "nat-entry-not-removed",

@@ -34,49 +34,50 @@ impl<'f> Datagram<'f> {
     /// Parses a frame whose headers the XDP program has checked; `None`: the frame is shorter than its headers.
     pub fn parse(frame: &'f [u8]) -> Option<Self> {
         let (headers, rest) = frame.split_first_chunk::<HEADERS_BYTES>()?;
-        let address =
+        let socket_address_at =
             |at: usize| Ipv4Addr::from_bits(u32::from_be_bytes(headers[at..at + 4].try_into().expect("four")));
-        let number = |at: usize| u16::from_be_bytes([headers[at], headers[at + 1]]);
-        let length = usize::from(number(38)).checked_sub(8)?;
+        let u16_at = |at: usize| u16::from_be_bytes([headers[at], headers[at + 1]]);
+        let payload_length = usize::from(u16_at(38)).checked_sub(8)?;
         Some(Self {
-            source: SocketAddrV4::new(address(26), number(34)),
-            destination: SocketAddrV4::new(address(30), number(36)),
-            payload: rest.get(..length)?,
+            source: SocketAddrV4::new(socket_address_at(26), u16_at(34)),
+            destination: SocketAddrV4::new(socket_address_at(30), u16_at(36)),
+            payload: rest.get(..payload_length)?,
         })
     }
 }
 
 /// XDP program and AF_XDP sockets at a device. Both end when the value is dropped, and when the process is killed.
 #[derive(Debug)]
-pub struct Intake {
+pub struct DatagramIntake {
     program: IntakeProgram,
     queues: Vec<XdpQueue>,
-    received: u64,
-    malformed: u64,
+    received_datagrams: u64,
+    malformed_datagrams: u64,
 }
 
-impl Intake {
+impl DatagramIntake {
     /// Attaches the program to an interface, in the driver if possible, and opens a socket for each receive queue, with
     /// zero-copy if the driver supports it. Fails when the interface has another XDP program, or the kernel rejects
     /// something.
     pub fn open(interface: &str, listeners: &[SocketAddrV4]) -> anyhow::Result<Self> {
-        let index = nix::net::if_::if_nametoindex(interface);
-        let index = index.with_context(|| format!("interface {interface:?} does not exist"))?;
-        let mac = mac_of(interface)?.with_context(|| format!("interface {interface:?} has no MAC address"))?;
+        let interface_index = nix::net::if_::if_nametoindex(interface);
+        let interface_index = interface_index.with_context(|| format!("interface {interface:?} does not exist"))?;
+        let interface_mac =
+            mac_of(interface)?.with_context(|| format!("interface {interface:?} has no MAC address"))?;
         // A driver that does not report its queues counts as having one.
         let (count, limit) = (ethtool::receive_queue_count(interface).unwrap_or(1).into(), intf::MAX_INTAKE_QUEUES);
         ensure!(count <= limit, "interface {interface:?} has {count} receive queues: expected at most {limit}");
-        let mut program = IntakeProgram::load(mac, listeners)?;
-        let attachment = program.attach(index).with_context(|| format!("interface {interface:?}"))?;
+        let mut program = IntakeProgram::load(interface_mac, listeners)?;
+        let attachment = program.attach(interface_index).with_context(|| format!("interface {interface:?}"))?;
         let mut queues = Vec::new();
         for number in 0..count {
-            let queue = XdpQueue::bind(index, number, attachment == AttachedXdpMode::Native);
-            let queue =
-                queue.with_context(|| format!("AF_XDP at receive queue {number} of interface {interface:?}"))?;
-            program.set_socket(number, queue.as_fd())?;
-            queues.push(queue);
+            let xdp_queue = XdpQueue::bind_socket(interface_index, number, attachment == AttachedXdpMode::Native);
+            let xdp_queue =
+                xdp_queue.with_context(|| format!("AF_XDP at receive queue {number} of interface {interface:?}"))?;
+            program.set_queue_socket(number, xdp_queue.as_fd())?;
+            queues.push(xdp_queue);
         }
-        Ok(Self { program, queues, received: 0, malformed: 0 })
+        Ok(Self { program, queues, received_datagrams: 0, malformed_datagrams: 0 })
     }
 
     /// Returns how frames get into the sockets' memory: zero-copy only if all queues use it.
@@ -88,10 +89,10 @@ impl Intake {
     /// Receives a batch of requests from each queue and passes them to `accept`. Returns the number of requests. Fails
     /// when the driver cannot be woken.
     pub fn receive(&mut self, accept: &mut impl FnMut(Datagram<'_>)) -> io::Result<usize> {
-        let Self { queues, received, malformed, .. } = self;
-        let mut frames = 0;
+        let Self { queues, received_datagrams: received, malformed_datagrams: malformed, .. } = self;
+        let mut frame_count = 0;
         for queue in queues {
-            frames += queue.receive(&mut |frame| match Datagram::parse(frame) {
+            frame_count += queue.receive(&mut |frame| match Datagram::parse(frame) {
                 Some(datagram) => {
                     *received += 1;
                     accept(datagram);
@@ -99,7 +100,7 @@ impl Intake {
                 None => *malformed += 1,
             })?;
         }
-        Ok(frames)
+        Ok(frame_count)
     }
 
     /// Returns the AF_XDP sockets, by which a caller waits for requests.
@@ -108,8 +109,8 @@ impl Intake {
     }
 
     /// Checks that the sockets still have a device. Fails when the device was removed.
-    pub fn check(&self) -> io::Result<()> {
-        self.queues.iter().try_for_each(XdpQueue::check)
+    pub fn check_sockets(&self) -> io::Result<()> {
+        self.queues.iter().try_for_each(XdpQueue::check_device)
     }
 
     /// Returns the counters with their names. Each datagram that was redirected is received or dropped.
@@ -117,15 +118,15 @@ impl Intake {
         let mut counters: Vec<_> = program::COUNTER_NAMES.into_iter().zip(self.program.counters()?).collect();
         let (mut ring_full, mut no_buffer) = (0, 0);
         for queue in &self.queues {
-            let drops = queue.drops()?;
-            ring_full += drops.ring_full;
-            no_buffer += drops.no_buffer;
+            let drop_counts = queue.drop_counts()?;
+            ring_full += drop_counts.receive_ring_full;
+            no_buffer += drop_counts.fill_ring_empty;
         }
         counters.extend([
-            ("received", self.received),
+            ("received", self.received_datagrams),
             ("dropped_ring_full", ring_full),
             ("dropped_no_buffer", no_buffer),
-            ("dropped_malformed", self.malformed),
+            ("dropped_malformed", self.malformed_datagrams),
         ]);
         Ok(counters)
     }
@@ -136,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn datagram_is_read_without_padding() {
+    fn ethernet_padding_is_not_part_of_the_datagram() {
         let mut frame = vec![0; HEADERS_BYTES];
         frame[26..34].copy_from_slice(&[192, 0, 2, 1, 192, 0, 2, 2]);
         frame[34..40].copy_from_slice(&[0x12, 0x34, 0x0f, 0xa0, 0, 8 + 3]);

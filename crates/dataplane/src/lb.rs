@@ -29,6 +29,7 @@ mod counters;
 pub(crate) mod device;
 mod lb_stamping;
 pub(crate) mod link;
+mod pin_directory;
 mod pinned;
 mod placement;
 mod program;
@@ -47,26 +48,26 @@ use std::path::PathBuf;
 use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
 use coreward_model::connection_table::TableSize;
-use coreward_model::cookie::{CookieKey, FleetKeys};
+use coreward_model::cookie::{CookieKey, FleetCookieKeys};
 use coreward_model::vlan::Vlan;
 use coreward_model::{ServerId, ServiceAddress};
 
 pub use coreward_intf::{LB_COUNTER_NAMES as COUNTER_NAMES, LB_EVENT_NAMES as EVENT_NAMES};
-pub use counters::{COUNTER_COUNT, Counters, EVENT_COUNT};
+pub use counters::{COUNTER_COUNT, EVENT_COUNT, PacketCounters};
 pub(crate) use device::mac_of;
-pub use lb_stamping::{ClockState, ServerClock, ServerIdTooLarge, StampedPackets};
-pub use pinned::{PinnedServers, pinned_problem, pinned_program_id};
+pub use lb_stamping::{ClockState, ServerClock, ServerIdTooLarge, StampedPacketCounts};
+pub use pinned::{PinnedServers, pinned_program_id, take_over_problem};
 pub use services::ModeError;
 pub use tables::TableError;
-pub use tunnels::{OuterSources, Tunnel};
+pub use tunnels::{OuterSourceAddresses, Tunnel};
 
 use crate::mac::MacAddress;
 use crate::rcu::{GracePeriods, GraceTicket};
-use connections::Occupancy;
+use connections::TableOccupancy;
 use link::XdpLink;
 use program::{MapSizes, Maps};
-use services::{Service, features_in_use, read_services};
-use variant::{EnabledFeatures, Variant, VlansInUse};
+use services::{Service, read_services, required_features};
+use variant::{ProgramVariant, RequiredFeatures, VlanSettings};
 
 /// Rate of packets, limited by a token bucket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -74,18 +75,18 @@ pub struct PacketRate {
     /// Sustained rate in packets per second, at least 1.
     pub per_second: u32,
     /// Number of packets that may pass at once, at least 1.
-    pub burst: u32,
+    pub burst_packets: u32,
 }
 
 /// Rate limits of packets that are broadcast for one reason (`bpf/lb/broadcast.h`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BroadcastRates {
     /// Limit of packets from one source address. Several sources may share a token bucket.
-    pub per_source: PacketRate,
+    pub source_limit: PacketRate,
     /// Limit of packets to one service.
-    pub per_service: PacketRate,
+    pub service_limit: PacketRate,
     /// Limit of all packets of the load balancer.
-    pub total: PacketRate,
+    pub total_limit: PacketRate,
 }
 
 /// Rate limits of broadcast packets, by the reason of the broadcast (`enum limited_kind`).
@@ -93,27 +94,32 @@ pub type BroadcastLimits = [BroadcastRates; intf::LIMITED_KIND_COUNT as usize];
 
 impl BroadcastRates {
     const fn new(per_source: (u32, u32), per_service: (u32, u32), total: (u32, u32)) -> Self {
-        const fn rate((per_second, burst): (u32, u32)) -> PacketRate {
-            PacketRate { per_second, burst }
+        const fn packet_rate((per_second, burst): (u32, u32)) -> PacketRate {
+            PacketRate { per_second, burst_packets: burst }
         }
-        Self { per_source: rate(per_source), per_service: rate(per_service), total: rate(total) }
+        Self {
+            source_limit: packet_rate(per_source),
+            service_limit: packet_rate(per_service),
+            total_limit: packet_rate(total),
+        }
     }
 
     /// Returns limits that all have the same rate.
-    pub const fn uniform(rate: PacketRate) -> Self {
-        Self { per_source: rate, per_service: rate, total: rate }
+    pub const fn with_equal_rates(rate: PacketRate) -> Self {
+        Self { source_limit: rate, service_limit: rate, total_limit: rate }
     }
 
     /// Default limits, which sum to 80,000 packets per second. One source may use a quarter of a service's rate. ICMP
     /// errors without a cookie have the largest rate, because forged ones from any source look the same. After the loss
     /// of a connection table, each of its connections causes one broadcast, all at the same time.
-    pub const DEFAULT_LIMITS: BroadcastLimits = {
-        let small = Self::new((250, 64), (1_000, 128), (10_000, 1_000));
-        let mut rates = [small; intf::LIMITED_KIND_COUNT as usize];
-        rates[intf::LIMITED_ICMP_ERROR as usize] = Self::new((250, 64), (12_000, 1_000), (20_000, 2_000));
-        rates[intf::LIMITED_OWNER_LOST as usize] = Self::new((2_500, 500), (10_000, 1_000), (20_000, 2_000));
-        rates[intf::LIMITED_FRAGMENTATION_NEEDED as usize] = Self::new((250, 64), (10_000, 1_000), (20_000, 2_000));
-        rates
+    pub const DEFAULT_BROADCAST_LIMITS: BroadcastLimits = {
+        let low_rates = Self::new((250, 64), (1_000, 128), (10_000, 1_000));
+        let mut rates_by_kind = [low_rates; intf::LIMITED_KIND_COUNT as usize];
+        rates_by_kind[intf::LIMITED_ICMP_ERROR as usize] = Self::new((250, 64), (12_000, 1_000), (20_000, 2_000));
+        rates_by_kind[intf::LIMITED_OWNER_LOST as usize] = Self::new((2_500, 500), (10_000, 1_000), (20_000, 2_000));
+        rates_by_kind[intf::LIMITED_FRAGMENTATION_NEEDED as usize] =
+            Self::new((250, 64), (10_000, 1_000), (20_000, 2_000));
+        rates_by_kind
     };
 }
 
@@ -125,11 +131,11 @@ pub const MAX_FLOW_TABLE_ENTRIES: u32 = 1 << 24;
 pub struct Options {
     /// Directory in a BPF file system for pinned objects; `None`: maps and programs end with the process.
     pub pin_directory: Option<PathBuf>,
-    /// Rate limits of packets that are broadcast to all servers.
+    /// Rate limits of packets that are broadcast to every server.
     pub broadcast_limits: BroadcastLimits,
     /// Number of entries for connections without a cookie (16 bytes each): 1 to [`MAX_FLOW_TABLE_ENTRIES`], rounded up
     /// to sets of 8. A table that is taken over keeps its size.
-    pub flow_table_entries: u32,
+    pub flow_table_entry_count: u32,
     /// Clock from which LB-side stamping restores servers' timestamps.
     pub lb_stamping_clock: LbStampingClock,
     /// Whether packets of stateful services update the clock if [`LoadBalancer::tick`] is late, so that entries age
@@ -139,22 +145,22 @@ pub struct Options {
     /// replaced if it is empty; else loading fails.
     pub connection_table_size: TableSize,
     /// Hash key of a new connection table; `None`: random. Tests with a fixed seed set a key.
-    pub connection_key: Option<CookieKey>,
+    pub connection_hash_key: Option<CookieKey>,
     /// VLAN in which clients' packets arrive.
-    pub vlan: Vlan,
+    pub vip_vlan: Vlan,
 }
 
 impl Default for Options {
     fn default() -> Self {
         Self {
             pin_directory: None,
-            broadcast_limits: BroadcastRates::DEFAULT_LIMITS,
-            flow_table_entries: intf::DEFAULT_FLOW_TABLE_ENTRIES,
+            broadcast_limits: BroadcastRates::DEFAULT_BROADCAST_LIMITS,
+            flow_table_entry_count: intf::DEFAULT_FLOW_TABLE_ENTRIES,
             lb_stamping_clock: LbStampingClock::default(),
             packets_read_clock: false,
             connection_table_size: TableSize::default(),
-            connection_key: None,
-            vlan: Vlan::UNTAGGED,
+            connection_hash_key: None,
+            vip_vlan: Vlan::UNTAGGED,
         }
     }
 }
@@ -166,7 +172,7 @@ pub enum LbStampingClock {
     #[default]
     Kernel,
     /// The time of the last [`LoadBalancer::tick`], which stops without a daemon; for comparisons with the model.
-    Ticks,
+    DaemonTicks,
 }
 
 /// XDP mode that the configuration requests.
@@ -213,12 +219,12 @@ pub struct Server {
 /// Load balancer program with its maps and link. Pinned objects continue to work after the value is dropped.
 #[derive(Debug)]
 pub struct LoadBalancer {
-    lb_pin_directory: Option<PathBuf>,
+    lb_directory: Option<PathBuf>,
     maps: Maps,
-    variant: Variant,
+    variant: ProgramVariant,
     program: OwnedFd,
-    link: Option<XdpLink>,
-    interface: Option<String>,
+    xdp_link: Option<XdpLink>,
+    attached_interface: Option<String>,
     services: BTreeMap<ServiceAddress, Service>,
     /// Addresses of services by index, for the indexes that were used since the start of the process.
     services_by_index: Vec<Option<ServiceAddress>>,
@@ -230,9 +236,9 @@ pub struct LoadBalancer {
     /// Ticket of the grace period after the last switch of the service directory; its idle half may be written then.
     directory_grace_ticket: GraceTicket,
     /// Index of the connection table entry at which the next sweep starts.
-    next_sweep_position: u32,
+    sweep_start_index: u32,
     /// Number of used entries of the connection table.
-    occupancy: Occupancy,
+    occupancy: TableOccupancy,
     is_taken_over: bool,
     /// Link of a program of another version, with another map layout, which forwards until the upgrade.
     pending_upgrade: Option<XdpLink>,
@@ -246,14 +252,15 @@ impl LoadBalancer {
     /// program.
     pub fn load(options: Options) -> anyhow::Result<Self> {
         ensure!(
-            (1..=MAX_FLOW_TABLE_ENTRIES).contains(&options.flow_table_entries),
+            (1..=MAX_FLOW_TABLE_ENTRIES).contains(&options.flow_table_entry_count),
             "a flow table of {} entries: expected 1 to {MAX_FLOW_TABLE_ENTRIES}",
-            options.flow_table_entries
+            options.flow_table_entry_count
         );
-        let pins = options.pin_directory.as_deref().map(program::create_pin_directory).transpose()?;
-        let mut link = pins.as_ref().map(|pins| XdpLink::open_pinned(&pins.join("link"))).transpose()?.flatten();
-        if let (Some(pins), None) = (&pins, &link)
-            && program::any_pinned(pins)
+        let lb_directory = options.pin_directory.as_deref().map(pin_directory::ensure_pin_directory).transpose()?;
+        let mut pinned_link =
+            lb_directory.as_ref().map(|pins| XdpLink::open_pinned(&pins.join("link"))).transpose()?.flatten();
+        if let (Some(pins), None) = (&lb_directory, &pinned_link)
+            && program::has_pinned_map(pins)
         {
             // Unused pins of an interrupted start, or of a removed link.
             tracing::warn!(
@@ -261,15 +268,15 @@ impl LoadBalancer {
                 pin_directory = %pins.display(),
                 "the load balancer removes pinned maps that no attached program uses"
             );
-            program::unpin(pins)?;
+            program::unpin_maps_and_directory(pins)?;
             std::fs::create_dir_all(pins).with_context(|| pins.display().to_string())?;
         }
-        let of_another_version = match (&pins, &link) {
+        let other_version_problem = match (&lb_directory, &pinned_link) {
             (Some(pins), Some(_)) => Maps::take_over(pins).err(),
             _ => None,
         };
-        let pending_upgrade = of_another_version.is_some().then(|| link.take()).flatten();
-        if let (Some(problem), Some(pins)) = (&of_another_version, &pins) {
+        let pending_upgrade = other_version_problem.is_some().then(|| pinned_link.take()).flatten();
+        if let (Some(problem), Some(pins)) = (&other_version_problem, &lb_directory) {
             tracing::warn!(
                 event = "upgrade-pending",
                 pin_directory = %pins.display(),
@@ -277,81 +284,83 @@ impl LoadBalancer {
                 "the pinned program of another version forwards until the controller sends configuration and tables"
             );
         }
-        let mut variant = Variant {
-            features: EnabledFeatures::default(),
-            counts_traffic: false,
+        let mut variant = ProgramVariant {
+            required_features: RequiredFeatures::default(),
+            counts_server_traffic: false,
             counters_by_cpu: false,
             broadcast_limits: options.broadcast_limits,
             lb_stamping_clock: options.lb_stamping_clock,
             packets_read_clock: options.packets_read_clock,
-            vlans: VlansInUse { vip: options.vlan, has_server_vlan: false },
+            vlan_settings: VlanSettings { vip: options.vip_vlan, has_server_vlan: false },
         };
-        let sizes = MapSizes::new(options.flow_table_entries, options.connection_table_size)?;
-        let is_taken_over = link.is_some();
+        let map_sizes = MapSizes::new(options.flow_table_entry_count, options.connection_table_size)?;
+        let is_taken_over = pinned_link.is_some();
         let grace_periods = GracePeriods::start()?;
-        let (maps, program, services) = match &pins {
+        let (maps, program, services) = match &lb_directory {
             Some(pins) if is_taken_over => {
                 let mut maps = Maps::take_over(pins)?;
-                maps.resize(pins, sizes)?;
-                connections::recover_lost_slots(&maps.connections)?;
+                maps.resize_connection_table(pins, map_sizes)?;
+                connections::recover_lost_entries(&maps.connections)?;
                 let mut services = read_services(&maps);
                 placement::adopt_tables(&mut maps, &mut services);
-                variant.features = features_in_use(&services);
-                variant.vlans.has_server_vlan = vlans::has_server_in_vlan(&maps);
+                variant.required_features = required_features(&services);
+                variant.vlan_settings.has_server_vlan = vlans::has_server_in_vlan(&maps);
                 variant.counters_by_cpu = maps.state.load(offset_of!(intf::lb_state, counters_by_cpu)) != 0;
                 let program = maps.load(&variant)?;
                 (maps, program, services)
             }
             _ => {
-                if let (Some(pins), true) = (&pins, pending_upgrade.is_some()) {
-                    variant.counters_by_cpu = program::pinned_counters_by_cpu(pins)?;
+                if let (Some(pins), true) = (&lb_directory, pending_upgrade.is_some()) {
+                    variant.counters_by_cpu = program::pinned_program_counts_by_cpu(pins)?;
                 }
-                let (maps, program) = Maps::create(&variant, sizes)?;
-                connections::initialise_connections(&maps, options.connection_key);
-                if let (Some(pins), None) = (&pins, &pending_upgrade) {
+                let (maps, program) = Maps::create(&variant, map_sizes)?;
+                connections::initialise_connection_table(&maps, options.connection_hash_key);
+                if let (Some(pins), None) = (&lb_directory, &pending_upgrade) {
                     maps.pin(pins)?;
                 }
                 (maps, program, BTreeMap::new())
             }
         };
-        let lb_stamped_macs = if is_taken_over { lb_stamping::lb_stamped_addresses(&maps)? } else { BTreeMap::new() };
-        let places_used = services.values().map(|service| usize::from(service.index.0) + 1).max().unwrap_or(0);
-        let mut places = vec![None; places_used];
-        services.iter().for_each(|(address, service)| places[usize::from(service.index.0)] = Some(*address));
+        let lb_stamped_macs = if is_taken_over { lb_stamping::lb_stamped_macs(&maps)? } else { BTreeMap::new() };
+        let index_count = services.values().map(|service| usize::from(service.index.0) + 1).max().unwrap_or(0);
+        let mut addresses_by_index = vec![None; index_count];
+        services
+            .iter()
+            .for_each(|(address, service)| addresses_by_index[usize::from(service.index.0)] = Some(*address));
         Ok(Self {
-            occupancy: Occupancy::count(&maps),
-            services_by_index: places,
+            occupancy: TableOccupancy::count_used_entries(&maps),
+            services_by_index: addresses_by_index,
             // Objects may have been released just before the take-over: the first write waits for a grace period.
             directory_grace_ticket: grace_periods.request(),
             grace_periods,
-            lb_pin_directory: pins,
+            lb_directory,
             maps,
             variant,
             program,
-            link,
-            interface: None,
+            xdp_link: pinned_link,
+            attached_interface: None,
             services,
             lb_stamped_macs,
             server_vlans: BTreeSet::new(),
-            next_sweep_position: 0,
+            sweep_start_index: 0,
             is_taken_over,
             pending_upgrade,
         })
     }
 
     /// Loads another variant of the program. If a program is attached, the variant replaces it atomically.
-    fn change_variant(&mut self, variant: Variant) -> anyhow::Result<()> {
+    fn load_variant(&mut self, variant: ProgramVariant) -> anyhow::Result<()> {
         if variant == self.variant {
             return Ok(());
         }
         let program = self.maps.load(&variant)?;
-        if let Some(link) = &self.link {
+        if let Some(link) = &self.xdp_link {
             link.replace(program.as_fd()).context("replacing the program at the device")?;
         }
         self.program = program;
         self.variant = variant;
-        let by_cpu = u64::from(variant.counters_by_cpu);
-        self.maps.state.store(offset_of!(intf::lb_state, counters_by_cpu), by_cpu);
+        let counters_by_cpu = u64::from(variant.counters_by_cpu);
+        self.maps.state.store(offset_of!(intf::lb_state, counters_by_cpu), counters_by_cpu);
         Ok(())
     }
 
@@ -365,11 +374,11 @@ impl LoadBalancer {
     pub fn commit_upgrade(&mut self) -> anyhow::Result<()> {
         let Some(link) = self.pending_upgrade.take() else { return Ok(()) };
         link.replace(self.program.as_fd()).context("replacing the program at the device")?;
-        if let Some(pins) = &self.lb_pin_directory {
+        if let Some(pins) = &self.lb_directory {
             program::unpin_maps(pins)?;
             self.maps.pin(pins)?;
         }
-        self.link = Some(link);
+        self.xdp_link = Some(link);
         Ok(())
     }
 
@@ -384,45 +393,45 @@ impl LoadBalancer {
     }
 
     /// Sets the keys by which cookies are made and checked.
-    pub fn set_keys(&mut self, keys: &FleetKeys) {
-        let switch_ms = self.switch_ms(keys);
-        let fleet = intf::fleet_keys {
+    pub fn set_keys(&mut self, keys: &FleetCookieKeys) {
+        let key_switch_ms = self.key_switch_ms(keys);
+        let fleet_keys = intf::fleet_keys {
             key: keys.keys.map(|key| key.to_bpf_key()),
             current: keys.current.get() as u32,
-            switch_ms,
+            switch_ms: key_switch_ms,
         };
-        self.maps.state.write(offset_of!(intf::lb_state, keys), &fleet);
+        self.maps.state.write(offset_of!(intf::lb_state, keys), &fleet_keys);
     }
 
     /// Detaches the program and removes all pins, so that forwarding ends. Fails when a pin cannot be removed.
     pub fn detach(mut self) -> anyhow::Result<()> {
-        if let Some(pins) = &self.lb_pin_directory {
+        if let Some(pins) = &self.lb_directory {
             link::unpin(&pins.join("link"))?;
-            program::unpin(pins)?;
+            program::unpin_maps_and_directory(pins)?;
         }
-        self.link = None;
+        self.xdp_link = None;
         self.pending_upgrade = None;
         Ok(())
     }
 
-    fn address_of(&self, index: ServiceIndex) -> &ServiceAddress {
+    fn service_address(&self, index: ServiceIndex) -> &ServiceAddress {
         self.services_by_index[usize::from(index.0)].as_ref().expect("an index that set_services returned")
     }
 
     fn service(&self, index: ServiceIndex) -> &Service {
-        &self.services[self.address_of(index)]
+        &self.services[self.service_address(index)]
     }
 
     fn service_mut(&mut self, index: ServiceIndex) -> &mut Service {
-        let address = *self.address_of(index);
-        self.services.get_mut(&address).expect("a place is of a service")
+        let service_address = *self.service_address(index);
+        self.services.get_mut(&service_address).expect("a place is of a service")
     }
 }
 
 const SERVER_FLAGS_SHIFT: u32 = 48;
 
 /// Returns the offset in bytes of a server's entry in an array of `T` indexed by server id.
-fn entry_offset<T>(id: u16) -> usize {
+fn server_entry_offset<T>(id: u16) -> usize {
     usize::from(id) * size_of::<T>()
 }
 

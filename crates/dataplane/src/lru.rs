@@ -7,15 +7,17 @@ use libbpf_rs::{MapCore as _, MapHandle, OpenMapMut};
 
 /// Number of free entries that each CPU reserves in an LRU map (`LOCAL_FREE_TARGET` in `kernel/bpf/bpf_lru_list.c`).
 /// Without extra room for them, a map of 4,096 entries evicts early with two CPUs, and at once with 32.
-const RESERVED_PER_CPU: u32 = 128;
+const RESERVED_ENTRIES_PER_CPU: u32 = 128;
 
 /// Sets the size of an LRU map so that it holds `capacity` entries, whatever the number of CPUs. A map that is pinned
 /// at `pin` keeps its size. Fails when the pin cannot be opened, or the map has already been created.
-pub(crate) fn set_capacity(map: &mut OpenMapMut<'_>, capacity: u32, pin: Option<&Path>) -> anyhow::Result<()> {
-    let pinned = pin.filter(|pin| pin.exists());
-    let entries = match pinned {
+pub(crate) fn set_lru_capacity(map: &mut OpenMapMut<'_>, capacity: u32, pin: Option<&Path>) -> anyhow::Result<()> {
+    let existing_pin = pin.filter(|pin| pin.exists());
+    let entry_count = match existing_pin {
         Some(pin) => MapHandle::from_pinned_path(pin).with_context(|| pin.display().to_string())?.max_entries(),
-        None => capacity + RESERVED_PER_CPU * libbpf_rs::num_possible_cpus().context("the number of CPUs")? as u32,
+        None => {
+            capacity + RESERVED_ENTRIES_PER_CPU * libbpf_rs::num_possible_cpus().context("the number of CPUs")? as u32
+        }
     };
-    map.set_max_entries(entries).context("the size of an LRU map")
+    map.set_max_entries(entry_count).context("the size of an LRU map")
 }

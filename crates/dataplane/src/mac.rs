@@ -11,12 +11,12 @@ impl MacAddress {
     pub const BROADCAST: MacAddress = MacAddress([0xff; 6]);
 
     /// Returns whether this is a multicast or broadcast address: its first bit sent is 1 (IEEE 802.3, Sect. 3.2.3).
-    pub fn is_group(self) -> bool {
+    pub fn is_group_address(self) -> bool {
         self.0[0] & 1 != 0
     }
 
     /// Returns the address as the low 48 bits of a word, as a program reads it from a frame.
-    pub(crate) fn word(self) -> u64 {
+    pub(crate) fn to_word(self) -> u64 {
         let [a, b, c, d, e, f] = self.0;
         u64::from_le_bytes([a, b, c, d, e, f, 0, 0])
     }
@@ -43,8 +43,8 @@ mod tests {
     #[test]
     fn mac_addresses_convert_to_words_and_text() {
         let mac = MacAddress([0x02, 0x42, 0xac, 0x11, 0x00, 0xfe]);
-        assert_eq!(MacAddress::from_word(mac.word() | 0xabcd << 48), mac);
+        assert_eq!(MacAddress::from_word(mac.to_word() | 0xabcd << 48), mac);
         assert_eq!(mac.to_string(), "02:42:ac:11:00:fe");
-        assert!(!mac.is_group() && MacAddress::BROADCAST.is_group());
+        assert!(!mac.is_group_address() && MacAddress::BROADCAST.is_group_address());
     }
 }

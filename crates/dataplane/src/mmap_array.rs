@@ -16,9 +16,9 @@ use zerocopy::{FromBytes, Immutable, IntoBytes};
 /// Memory of a BPF array map, mapped as a `T`: one value, or a slice of values.
 #[derive(Debug)]
 pub struct MmapArray<T: ?Sized> {
-    address: NonNull<libc::c_void>,
-    bytes: NonZeroUsize,
-    values: PhantomData<T>,
+    start_address: NonNull<libc::c_void>,
+    length_bytes: NonZeroUsize,
+    value_type: PhantomData<T>,
 }
 
 // SAFETY: the memory belongs to the map, not to a thread; callers are responsible for raw pointers.
@@ -30,12 +30,12 @@ impl<T: FromBytes + IntoBytes> MmapArray<T> {
     /// Maps the value of an array map made with `BPF_F_MMAPABLE`. The map's value must be a `T`: Rust and BPF code take
     /// the type from `bpf/include/intf.h`. Fails when the map is smaller than a `T` or cannot be mapped.
     pub fn new(map: impl AsFd) -> nix::Result<Self> {
-        Self::map(map, size_of::<T>())
+        Self::map_bytes(map, size_of::<T>())
     }
 
     /// Returns the address of the mapped value, valid as long as `self`. BPF programs access the value concurrently.
-    pub fn pointer(&self) -> *mut T {
-        self.address.as_ptr().cast()
+    pub fn as_mut_ptr(&self) -> *mut T {
+        self.start_address.as_ptr().cast()
     }
 }
 
@@ -44,7 +44,7 @@ impl<T: FromBytes + IntoBytes> MmapArray<[T]> {
     /// that is a multiple of 8, as the kernel aligns values. Fails when the map is smaller or cannot be mapped.
     pub fn new_slice(map: impl AsFd, count: usize) -> nix::Result<Self> {
         const { assert!(size_of::<T>().is_multiple_of(WORD_BYTES)) };
-        Self::map(map, count * size_of::<T>())
+        Self::map_bytes(map, count * size_of::<T>())
     }
 }
 
@@ -52,21 +52,26 @@ const WORD_BYTES: usize = size_of::<u64>();
 const HALF_WORD_BYTES: usize = size_of::<u32>();
 
 impl<T: ?Sized> MmapArray<T> {
-    fn map(map: impl AsFd, bytes: usize) -> nix::Result<Self> {
-        let bytes = NonZeroUsize::new(bytes).ok_or(nix::errno::Errno::EINVAL)?;
+    fn map_bytes(map: impl AsFd, bytes: usize) -> nix::Result<Self> {
+        let length_bytes = NonZeroUsize::new(bytes).ok_or(nix::errno::Errno::EINVAL)?;
         let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
         // SAFETY: a new shared mapping at an address of the kernel's choice; page-aligned, so aligned for any T here.
-        let address = unsafe { mmap(None, bytes, protection, MapFlags::MAP_SHARED, map, 0) }?;
-        Ok(Self { address, bytes, values: PhantomData })
+        let start_address = unsafe { mmap(None, length_bytes, protection, MapFlags::MAP_SHARED, map, 0) }?;
+        Ok(Self { start_address, length_bytes, value_type: PhantomData })
     }
 
     fn words(&self) -> &[AtomicU64] {
         // SAFETY: these bytes are mapped, aligned to a page, until `self` is dropped; programs change them only word
         // by word, as memory of atomic type may be changed.
-        unsafe { std::slice::from_raw_parts(self.address.as_ptr().cast::<AtomicU64>(), self.bytes.get() / WORD_BYTES) }
+        unsafe {
+            std::slice::from_raw_parts(
+                self.start_address.as_ptr().cast::<AtomicU64>(),
+                self.length_bytes.get() / WORD_BYTES,
+            )
+        }
     }
 
-    fn words_at(&self, offset: usize, bytes: usize) -> &[AtomicU64] {
+    fn words_in_range(&self, offset: usize, bytes: usize) -> &[AtomicU64] {
         assert!(
             offset.is_multiple_of(WORD_BYTES) && bytes.is_multiple_of(WORD_BYTES),
             "{bytes} bytes at {offset} are no words"
@@ -76,19 +81,19 @@ impl<T: ?Sized> MmapArray<T> {
 
     /// Returns the 64-bit word at byte `offset`. Panics when `offset` is not a multiple of 8, or out of bounds.
     pub fn load(&self, offset: usize) -> u64 {
-        self.words_at(offset, WORD_BYTES)[0].load(Ordering::Acquire)
+        self.words_in_range(offset, WORD_BYTES)[0].load(Ordering::Acquire)
     }
 
     /// Sets the 64-bit word at byte `offset`. Programs that read the new word also see all earlier writes. Panics when
     /// `offset` is not a multiple of 8, or out of bounds.
     pub fn store(&self, offset: usize, word: u64) {
-        self.words_at(offset, WORD_BYTES)[0].store(word, Ordering::Release);
+        self.words_in_range(offset, WORD_BYTES)[0].store(word, Ordering::Release);
     }
 
     /// Replaces the word at `offset` by `new` if it equals `old`, atomically, with acquire and release ordering.
     /// Returns whether it did. Panics when `offset` is not a multiple of 8, or out of bounds.
     pub fn compare_exchange(&self, offset: usize, old: u64, new: u64) -> bool {
-        let word = &self.words_at(offset, WORD_BYTES)[0];
+        let word = &self.words_in_range(offset, WORD_BYTES)[0];
         word.compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
@@ -96,24 +101,24 @@ impl<T: ?Sized> MmapArray<T> {
     /// `offset` is not a multiple of 4, or out of bounds.
     pub fn word32(&self, offset: usize) -> &AtomicU32 {
         assert!(
-            offset.is_multiple_of(HALF_WORD_BYTES) && offset + HALF_WORD_BYTES <= self.bytes.get(),
+            offset.is_multiple_of(HALF_WORD_BYTES) && offset + HALF_WORD_BYTES <= self.length_bytes.get(),
             "no 32-bit word at {offset}"
         );
         // SAFETY: inside the mapping, aligned, and of atomic type, as all access to this memory is.
-        unsafe { AtomicU32::from_ptr(self.address.as_ptr().byte_add(offset).cast()) }
+        unsafe { AtomicU32::from_ptr(self.start_address.as_ptr().byte_add(offset).cast()) }
     }
 
     /// Returns the 64-bit word at byte `offset`, for atomic operations, as programs use. Panics when `offset` is not a
     /// multiple of 8, or out of bounds.
     pub fn word(&self, offset: usize) -> &AtomicU64 {
-        &self.words_at(offset, WORD_BYTES)[0]
+        &self.words_in_range(offset, WORD_BYTES)[0]
     }
 
     /// Returns a copy of the value at byte `offset`. It is read word by word, so a program may write in between. Panics
     /// when offset or size is not a multiple of 8, or the value is out of bounds.
     pub fn read<V: FromBytes + IntoBytes>(&self, offset: usize) -> Box<V> {
         let mut value = V::new_box_zeroed().expect("memory for one value");
-        let words = self.words_at(offset, size_of::<V>());
+        let words = self.words_in_range(offset, size_of::<V>());
         for (bytes, word) in value.as_mut_bytes().chunks_exact_mut(WORD_BYTES).zip(words) {
             bytes.copy_from_slice(&word.load(Ordering::Acquire).to_ne_bytes());
         }
@@ -125,7 +130,7 @@ impl<T: ?Sized> MmapArray<T> {
     pub fn read_slice<V: FromBytes + IntoBytes>(&self, offset: usize, count: usize) -> Vec<V> {
         let mut values = V::new_vec_zeroed(count).expect("memory for the values");
         let bytes = values.as_mut_slice().as_mut_bytes();
-        let words = self.words_at(offset, bytes.len().next_multiple_of(WORD_BYTES));
+        let words = self.words_in_range(offset, bytes.len().next_multiple_of(WORD_BYTES));
         for (bytes, word) in bytes.chunks_mut(WORD_BYTES).zip(words) {
             bytes.copy_from_slice(&word.load(Ordering::Acquire).to_ne_bytes()[..bytes.len()]);
         }
@@ -134,7 +139,7 @@ impl<T: ?Sized> MmapArray<T> {
 
     /// Copies all words to the start of the memory of `other`. Panics when `other` is smaller.
     pub fn copy_to(&self, other: &Self) {
-        for (from, to) in self.words().iter().zip(other.words_at(0, self.bytes.get())) {
+        for (from, to) in self.words().iter().zip(other.words_in_range(0, self.length_bytes.get())) {
             to.store(from.load(Ordering::Acquire), Ordering::Relaxed);
         }
     }
@@ -142,7 +147,7 @@ impl<T: ?Sized> MmapArray<T> {
     /// Writes `value` at byte `offset`, word by word, which is for memory that no program reads yet. Panics when offset
     /// or size is not a multiple of 8, or the value is out of bounds.
     pub fn write<V: IntoBytes + Immutable + ?Sized>(&self, offset: usize, value: &V) {
-        let words = self.words_at(offset, size_of_val(value));
+        let words = self.words_in_range(offset, size_of_val(value));
         for (bytes, word) in value.as_bytes().chunks_exact(WORD_BYTES).zip(words) {
             word.store(u64::from_ne_bytes(bytes.try_into().expect("a word")), Ordering::Relaxed);
         }
@@ -152,7 +157,7 @@ impl<T: ?Sized> MmapArray<T> {
 impl<T: ?Sized> Drop for MmapArray<T> {
     fn drop(&mut self) {
         // SAFETY: mapped by `new` with this length, and pointers into it do not outlive `self`.
-        if let Err(error) = unsafe { munmap(self.address, self.bytes.get()) } {
+        if let Err(error) = unsafe { munmap(self.start_address, self.length_bytes.get()) } {
             tracing::warn!(
                 event = "munmap-failed",
                 %error,

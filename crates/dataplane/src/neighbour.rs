@@ -24,7 +24,7 @@ use nix::poll::{PollFd, PollFlags, poll};
 use nix::sys::socket::{MsgFlags, recv};
 use parking_lot::Mutex;
 
-use crate::lb::OuterSources;
+use crate::lb::OuterSourceAddresses;
 use crate::mac::MacAddress;
 use crate::vlan_device;
 
@@ -41,13 +41,13 @@ pub const BURST_INTERVAL: Duration = Duration::from_millis(1);
 pub const MAX_MISSED_PROBES: u32 = 4;
 
 /// Length of an Ethernet frame with an ARP packet for IPv4, in bytes.
-pub const FRAME_BYTES: usize = 42;
+pub const ARP_FRAME_BYTES: usize = 42;
 /// Maximum number of frames that are read before probes are sent again.
 const MAX_FRAMES_PER_BURST: usize = 256;
 const ETHERTYPE_ARP: u16 = 0x0806;
 const ETHERTYPE_VLAN: u16 = 0x8100;
 /// First bytes of an ARP packet: hardware type Ethernet, protocol IPv4, address lengths 6 and 4.
-const ARP_ETHERNET_IPV4: [u8; 6] = [0, 1, 8, 0, 6, 4];
+const ARP_ETHERNET_IPV4_HEADER: [u8; 6] = [0, 1, 8, 0, 6, 4];
 
 /// Change of the MAC address of a neighbour.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,7 +60,7 @@ pub struct MacChange {
 
 /// Probe that is due to be sent: an ARP request or a neighbour solicitation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Probe {
+pub struct NeighbourProbe {
     /// IP address to resolve.
     pub address: IpAddr,
     /// MAC address to which the probe is sent; `None`: the probe is broadcast or multicast.
@@ -71,7 +71,7 @@ pub struct Probe {
 struct Neighbour {
     mac: Option<MacAddress>,
     missed_probes: u32,
-    next_probe: Duration,
+    next_probe_time: Duration,
 }
 
 /// State of all neighbours, and the schedule of their probes. All times must be from one monotonic clock.
@@ -85,28 +85,28 @@ pub struct Neighbours {
 impl Neighbours {
     /// Sets the IP addresses to resolve. New addresses are probed at once.
     pub fn set_addresses(&mut self, addresses: &[IpAddr], now: Duration) {
-        let desired: BTreeSet<IpAddr> = addresses.iter().copied().collect();
-        self.by_address.retain(|address, _| desired.contains(address));
-        for address in desired {
-            self.by_address.entry(address).or_insert(Neighbour { mac: None, missed_probes: 0, next_probe: now });
+        let desired_addresses: BTreeSet<IpAddr> = addresses.iter().copied().collect();
+        self.by_address.retain(|address, _| desired_addresses.contains(address));
+        for address in desired_addresses {
+            self.by_address.entry(address).or_insert(Neighbour { mac: None, missed_probes: 0, next_probe_time: now });
         }
         self.probe_schedule =
-            self.by_address.iter().map(|(address, neighbour)| (neighbour.next_probe, *address)).collect();
+            self.by_address.iter().map(|(address, neighbour)| (neighbour.next_probe_time, *address)).collect();
     }
 
     /// Records the sender of an ARP or neighbour discovery packet (reply, request or announcement). Returns the change
     /// of its MAC address, if any.
-    pub fn observe(&mut self, address: IpAddr, mac: MacAddress, now: Duration) -> Option<MacChange> {
+    pub fn observe_sender(&mut self, address: IpAddr, mac: MacAddress, now: Duration) -> Option<MacChange> {
         let neighbour = self.by_address.get_mut(&address)?;
         neighbour.missed_probes = 0;
-        self.probe_schedule.remove(&(neighbour.next_probe, address));
-        neighbour.next_probe = now + PROBE_INTERVAL;
-        self.probe_schedule.insert((neighbour.next_probe, address));
+        self.probe_schedule.remove(&(neighbour.next_probe_time, address));
+        neighbour.next_probe_time = now + PROBE_INTERVAL;
+        self.probe_schedule.insert((neighbour.next_probe_time, address));
         (neighbour.mac.replace(mac) != Some(mac)).then_some(MacChange { address, mac: Some(mac) })
     }
 
     /// Returns the probes that are due, at most [`PROBES_PER_BURST`], and the neighbours that have become unresolved.
-    pub fn take_due_probes(&mut self, now: Duration) -> (Vec<Probe>, Vec<MacChange>) {
+    pub fn take_due_probes(&mut self, now: Duration) -> (Vec<NeighbourProbe>, Vec<MacChange>) {
         let (mut probes, mut changes) = (Vec::new(), Vec::new());
         while probes.len() < PROBES_PER_BURST {
             let Some((_, address)) = self.probe_schedule.first().copied().filter(|(due, _)| *due <= now) else { break };
@@ -115,12 +115,13 @@ impl Neighbours {
             if neighbour.missed_probes >= MAX_MISSED_PROBES && neighbour.mac.take().is_some() {
                 changes.push(MacChange { address, mac: None });
             }
-            probes.push(Probe { address, mac: neighbour.mac.filter(|_| neighbour.missed_probes == 0) });
+            probes.push(NeighbourProbe { address, mac: neighbour.mac.filter(|_| neighbour.missed_probes == 0) });
             neighbour.missed_probes = neighbour.missed_probes.saturating_add(1);
             // A missed probe is repeated sooner.
-            let settled = neighbour.mac.is_some() && neighbour.missed_probes == 1;
-            neighbour.next_probe = now + if settled { PROBE_INTERVAL } else { UNRESOLVED_PROBE_INTERVAL };
-            self.probe_schedule.insert((neighbour.next_probe, address));
+            let waits_full_interval = neighbour.mac.is_some() && neighbour.missed_probes == 1;
+            neighbour.next_probe_time =
+                now + if waits_full_interval { PROBE_INTERVAL } else { UNRESOLVED_PROBE_INTERVAL };
+            self.probe_schedule.insert((neighbour.next_probe_time, address));
         }
         (probes, changes)
     }
@@ -137,12 +138,12 @@ pub fn arp_request_frame(
     mac: Option<MacAddress>,
     own_mac: MacAddress,
     own_address: Ipv4Addr,
-) -> [u8; FRAME_BYTES] {
-    let mut frame = [0; FRAME_BYTES];
+) -> [u8; ARP_FRAME_BYTES] {
+    let mut frame = [0; ARP_FRAME_BYTES];
     frame[..6].copy_from_slice(&mac.unwrap_or(MacAddress::BROADCAST).0);
     frame[6..12].copy_from_slice(&own_mac.0);
     frame[12..14].copy_from_slice(&ETHERTYPE_ARP.to_be_bytes());
-    frame[14..20].copy_from_slice(&ARP_ETHERNET_IPV4);
+    frame[14..20].copy_from_slice(&ARP_ETHERNET_IPV4_HEADER);
     frame[20..22].copy_from_slice(&1u16.to_be_bytes());
     frame[22..28].copy_from_slice(&own_mac.0);
     frame[28..32].copy_from_slice(&own_address.octets());
@@ -152,12 +153,15 @@ pub fn arp_request_frame(
 
 /// Returns the sender of an ARP frame; `None`: the frame is not ARP for IPv4, or its sender has a group address.
 pub fn parse_sender(frame: &[u8]) -> Option<(Ipv4Addr, MacAddress)> {
-    if frame.len() < FRAME_BYTES || frame[12..14] != ETHERTYPE_ARP.to_be_bytes() || frame[14..20] != ARP_ETHERNET_IPV4 {
+    if frame.len() < ARP_FRAME_BYTES
+        || frame[12..14] != ETHERTYPE_ARP.to_be_bytes()
+        || frame[14..20] != ARP_ETHERNET_IPV4_HEADER
+    {
         return None;
     }
     let mac = MacAddress(frame[22..28].try_into().ok()?);
     let address = Ipv4Addr::from(<[u8; 4]>::try_from(&frame[28..32]).ok()?);
-    (!mac.is_group() && mac != MacAddress([0; 6])).then_some((address, mac))
+    (!mac.is_group_address() && mac != MacAddress([0; 6])).then_some((address, mac))
 }
 
 /// Thread that resolves neighbours until the value is dropped.
@@ -173,8 +177,8 @@ impl Resolver {
     /// MAC addresses. Fails when the interface does not exist, or packet sockets are not allowed.
     pub fn start(interface: &str) -> anyhow::Result<(Self, Receiver<MacChange>)> {
         let (changes, receiver) = mpsc::channel();
-        let notify = move |change| changes.send(change).is_ok();
-        let resolver = Self::start_in_vlan(interface, Vlan::UNTAGGED, notify)?;
+        let send_change = move |change| changes.send(change).is_ok();
+        let resolver = Self::start_in_vlan(interface, Vlan::UNTAGGED, send_change)?;
         Ok((resolver, receiver))
     }
 
@@ -185,18 +189,18 @@ impl Resolver {
         vlan: Vlan,
         notify: impl Fn(MacChange) -> bool + Send + 'static,
     ) -> anyhow::Result<Self> {
-        let link = ArpNdpSockets::open(interface, vlan)?;
+        let probe_sockets = ArpNdpSockets::open(interface, vlan)?;
         let (liveness_sender, ended) = mpsc::channel();
         let pending_addresses = Arc::new(Mutex::new(None));
-        let shared = pending_addresses.clone();
+        let thread_addresses = pending_addresses.clone();
         std::thread::Builder::new()
             .name("neighbours".to_owned())
             .spawn(move || {
-                if let Err(error) = link.run(&shared, notify, &ended) {
+                if let Err(error) = probe_sockets.run_resolver(&thread_addresses, notify, &ended) {
                     tracing::error!(
                         event = "resolver-ended",
-                        interface = link.interface,
-                        vlan = link.vlan.get(),
+                        interface = probe_sockets.interface,
+                        vlan = probe_sockets.vlan.get(),
                         error = format!("{error:#}"),
                         "the thread that resolves MAC addresses has ended: restart the daemon, which misses changes"
                     );
@@ -219,27 +223,31 @@ impl Resolver {
 
 /// Packet sockets for ARP and neighbour discovery at one device.
 struct ArpNdpSockets {
-    arp: OwnedFd,
-    ndp: OwnedFd,
+    arp_socket: OwnedFd,
+    ndp_socket: OwnedFd,
     interface: String,
     vlan: Vlan,
 }
 
 impl ArpNdpSockets {
     fn open(interface: &str, vlan: Vlan) -> anyhow::Result<Self> {
-        let index = nix::net::if_::if_nametoindex(interface)
+        let interface_index = nix::net::if_::if_nametoindex(interface)
             .with_context(|| format!("interface {interface:?} does not exist here"))?;
-        let open = |ethertype, filter: &[libc::sock_filter]| {
+        let open_socket = |ethertype, filter: &[libc::sock_filter]| {
             // A VLAN device takes tagged frames away from sockets for one EtherType, but not from those for all types.
-            let received = if vlan.is_tagged() { libc::ETH_P_ALL as u16 } else { ethertype };
-            let filter = filter::in_vlan(vlan, filter);
-            packet_socket(index, received, &filter).with_context(|| format!("a packet socket at {interface}"))
+            let received_ethertype = if vlan.is_tagged() { libc::ETH_P_ALL as u16 } else { ethertype };
+            let filter = filter::restrict_to_vlan(vlan, filter);
+            packet_socket(interface_index, received_ethertype, &filter)
+                .with_context(|| format!("a packet socket at {interface}"))
         };
-        let (arp, ndp) = (open(ETHERTYPE_ARP, &filter::ARP_FILTER)?, open(ndp::ETHERTYPE_IPV6, &ndp::SOCKET_FILTER)?);
-        Ok(Self { arp, ndp, interface: interface.to_owned(), vlan })
+        let (arp, ndp) = (
+            open_socket(ETHERTYPE_ARP, &filter::ARP_FILTER)?,
+            open_socket(ndp::ETHERTYPE_IPV6, &ndp::NDP_SOCKET_FILTER)?,
+        );
+        Ok(Self { arp_socket: arp, ndp_socket: ndp, interface: interface.to_owned(), vlan })
     }
 
-    fn run(
+    fn run_resolver(
         &self,
         desired: &Mutex<Option<Vec<IpAddr>>>,
         notify: impl Fn(MacChange) -> bool,
@@ -250,28 +258,29 @@ impl ArpNdpSockets {
         let mut paced_until = Duration::ZERO;
         let (mut own, mut own_read_at) = (None, None);
         while !matches!(ended.try_recv(), Err(mpsc::TryRecvError::Disconnected)) {
-            let new = desired.lock().take();
-            if let Some(new) = new {
+            let new_addresses = desired.lock().take();
+            if let Some(new) = new_addresses {
                 neighbours.set_addresses(&new, start.elapsed());
             }
-            let mut lost = Vec::new();
+            let mut lost_neighbours = Vec::new();
             if start.elapsed() >= paced_until {
                 let now = start.elapsed();
                 let (probes, missing) = neighbours.take_due_probes(now);
                 // Own addresses are read once per interval, not once per burst of probes.
                 if !probes.is_empty() && own_read_at.is_none_or(|read_at| read_at + UNRESOLVED_PROBE_INTERVAL <= now) {
-                    (own, own_read_at) = (OwnAddresses::in_vlan(&self.interface, self.vlan), Some(now));
+                    (own, own_read_at) = (OwnAddresses::read_vlan_device(&self.interface, self.vlan), Some(now));
                 }
                 if let Some(own) = &own {
-                    self.send(&probes, own);
+                    self.send_probes(&probes, own);
                 }
-                lost = missing;
+                lost_neighbours = missing;
                 paced_until = start.elapsed() + BURST_INTERVAL;
             }
-            let senders = self.wait(&neighbours, start)?;
-            let senders =
-                senders.into_iter().filter_map(|(address, mac)| neighbours.observe(address, mac, start.elapsed()));
-            for change in lost.into_iter().chain(senders.collect::<Vec<_>>()) {
+            let senders = self.wait_for_senders(&neighbours, start)?;
+            let senders = senders
+                .into_iter()
+                .filter_map(|(address, mac)| neighbours.observe_sender(address, mac, start.elapsed()));
+            for change in lost_neighbours.into_iter().chain(senders.collect::<Vec<_>>()) {
                 if !notify(change) {
                     return Ok(());
                 }
@@ -281,13 +290,17 @@ impl ArpNdpSockets {
     }
 
     /// Sends the probes. A probe that cannot be sent, because the link is down, counts as missed.
-    fn send(&self, probes: &[Probe], own: &OwnAddresses) {
-        for Probe { address, mac } in probes {
-            let sent = match *address {
-                IpAddr::V4(address) => self.write(&self.arp, &arp_request_frame(address, *mac, own.mac, own.ipv4)),
-                IpAddr::V6(address) => self.write(&self.ndp, &ndp::solicitation(address, *mac, own.mac, own.ipv6)),
+    fn send_probes(&self, probes: &[NeighbourProbe], own: &OwnAddresses) {
+        for NeighbourProbe { address, mac } in probes {
+            let send_result = match *address {
+                IpAddr::V4(address) => {
+                    self.send_frame(&self.arp_socket, &arp_request_frame(address, *mac, own.mac, own.ipv4))
+                }
+                IpAddr::V6(address) => {
+                    self.send_frame(&self.ndp_socket, &ndp::solicitation_frame(address, *mac, own.mac, own.ipv6))
+                }
             };
-            if let Err(error) = sent {
+            if let Err(error) = send_result {
                 tracing::debug!(
                     event = "probe-not-sent",
                     interface = self.interface,
@@ -300,36 +313,37 @@ impl ArpNdpSockets {
     }
 
     /// Sends a frame, with the VLAN's tag if the VLAN is tagged.
-    fn write(&self, socket: &OwnedFd, frame: &[u8]) -> nix::Result<usize> {
-        const ADDRESSES: usize = 12;
+    fn send_frame(&self, socket: &OwnedFd, frame: &[u8]) -> nix::Result<usize> {
+        const MAC_ADDRESSES_BYTES: usize = 12;
         if !self.vlan.is_tagged() {
             return nix::unistd::write(socket, frame);
         }
-        let tag = [ETHERTYPE_VLAN.to_be_bytes(), self.vlan.get().to_be_bytes()].concat();
-        nix::unistd::write(socket, &[&frame[..ADDRESSES], &tag, &frame[ADDRESSES..]].concat())
+        let vlan_tag = [ETHERTYPE_VLAN.to_be_bytes(), self.vlan.get().to_be_bytes()].concat();
+        nix::unistd::write(socket, &[&frame[..MAC_ADDRESSES_BYTES], &vlan_tag, &frame[MAC_ADDRESSES_BYTES..]].concat())
     }
 
     /// Waits until a frame arrives or a probe is due, at most 51 ms so that new addresses are soon noticed. Returns the
     /// senders of received frames.
-    fn wait(&self, neighbours: &Neighbours, start: Instant) -> anyhow::Result<Vec<(IpAddr, MacAddress)>> {
-        let until_due =
+    fn wait_for_senders(&self, neighbours: &Neighbours, start: Instant) -> anyhow::Result<Vec<(IpAddr, MacAddress)>> {
+        let time_until_probe =
             neighbours.next_probe_time().map_or(UNRESOLVED_PROBE_INTERVAL, |due| due.saturating_sub(start.elapsed()));
-        let limit = until_due.min(Duration::from_millis(50)).as_millis() as u16 + 1;
-        let mut descriptors = [&self.arp, &self.ndp].map(|socket| PollFd::new(socket.as_fd(), PollFlags::POLLIN));
-        match poll(&mut descriptors, limit) {
+        let timeout_ms = time_until_probe.min(Duration::from_millis(50)).as_millis() as u16 + 1;
+        let mut poll_fds =
+            [&self.arp_socket, &self.ndp_socket].map(|socket| PollFd::new(socket.as_fd(), PollFlags::POLLIN));
+        match poll(&mut poll_fds, timeout_ms) {
             Ok(0) | Err(Errno::EINTR) => return Ok(Vec::new()),
             Ok(_) => {}
             Err(error) => return Err(error).context("waiting for ARP or neighbour discovery"),
         }
-        let mut senders =
-            self.receive(&self.arp, |frame| parse_sender(frame).map(|(address, mac)| (address.into(), mac)))?;
-        senders.extend(
-            self.receive(&self.ndp, |frame| ndp::parse_sender(frame).map(|(address, mac)| (address.into(), mac)))?,
-        );
+        let mut senders = self
+            .read_senders(&self.arp_socket, |frame| parse_sender(frame).map(|(address, mac)| (address.into(), mac)))?;
+        senders.extend(self.read_senders(&self.ndp_socket, |frame| {
+            ndp::parse_sender(frame).map(|(address, mac)| (address.into(), mac))
+        })?);
         Ok(senders)
     }
 
-    fn receive(
+    fn read_senders(
         &self,
         socket: &OwnedFd,
         sender: impl Fn(&[u8]) -> Option<(IpAddr, MacAddress)>,
@@ -353,47 +367,51 @@ impl ArpNdpSockets {
 fn packet_socket(index: u32, ethertype: u16, filter: &[libc::sock_filter]) -> anyhow::Result<OwnedFd> {
     // SAFETY: socket() returns a new descriptor that nothing else owns, or -1, which is checked. Protocol 0 receives
     // nothing before bind(), so no frame evades the filter.
-    let socket = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_CLOEXEC, 0) };
-    Errno::result(socket).context("needs CAP_NET_RAW")?;
+    let raw_fd = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_CLOEXEC, 0) };
+    Errno::result(raw_fd).context("needs CAP_NET_RAW")?;
     // SAFETY: the descriptor was just made and nothing else owns it.
-    let socket = unsafe { OwnedFd::from_raw_fd(socket) };
+    let socket = unsafe { OwnedFd::from_raw_fd(raw_fd) };
     if !filter.is_empty() {
-        let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
+        let socket_filter = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
         // SAFETY: the kernel copies the instructions, which live until the call returns.
-        let attached = unsafe {
+        let attach_result = unsafe {
             libc::setsockopt(
                 socket.as_raw_fd(),
                 libc::SOL_SOCKET,
                 libc::SO_ATTACH_FILTER,
-                (&raw const program).cast(),
+                (&raw const socket_filter).cast(),
                 size_of::<libc::sock_fprog>() as u32,
             )
         };
-        Errno::result(attached).context("the filter of received frames")?;
+        Errno::result(attach_result).context("the filter of received frames")?;
     }
     // SAFETY: sockaddr_ll is plain data, for which all zeros is a value.
-    let mut address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
-    address.sll_family = libc::AF_PACKET as u16;
-    address.sll_protocol = ethertype.to_be();
-    address.sll_ifindex = index as i32;
+    let mut link_layer_address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
+    link_layer_address.sll_family = libc::AF_PACKET as u16;
+    link_layer_address.sll_protocol = ethertype.to_be();
+    link_layer_address.sll_ifindex = index as i32;
     // SAFETY: the pointer and the length are those of a sockaddr_ll that lives until the call returns.
-    let bound =
-        unsafe { libc::bind(socket.as_raw_fd(), (&raw const address).cast(), size_of::<libc::sockaddr_ll>() as u32) };
-    Errno::result(bound).context("bind")?;
+    let bind_result = unsafe {
+        libc::bind(socket.as_raw_fd(), (&raw const link_layer_address).cast(), size_of::<libc::sockaddr_ll>() as u32)
+    };
+    Errno::result(bind_result).context("bind")?;
     Ok(socket)
 }
 
 /// Returns the first IPv4 address of a device or, if it has none, its first IPv6 address that is not link-local.
-pub fn own_address(interface: &str) -> Option<IpAddr> {
-    let own = OwnAddresses::of(interface)?;
-    [own.ipv4.into(), own.routable_ipv6.into()].into_iter().find(|address: &IpAddr| !address.is_unspecified())
+pub fn own_routable_address(interface: &str) -> Option<IpAddr> {
+    let own_addresses = OwnAddresses::of(interface)?;
+    [own_addresses.ipv4.into(), own_addresses.routable_ipv6.into()]
+        .into_iter()
+        .find(|address: &IpAddr| !address.is_unspecified())
 }
 
 /// Returns the device's first IPv4 address, and its first IPv6 address that is not link-local.
-pub fn outer_sources(interface: &str) -> OuterSources {
-    let own = OwnAddresses::of(interface);
-    let (ipv4, ipv6) = own.map_or((Ipv4Addr::UNSPECIFIED, Ipv6Addr::UNSPECIFIED), |own| (own.ipv4, own.routable_ipv6));
-    OuterSources { ipv4, ipv6 }
+pub fn outer_source_addresses(interface: &str) -> OuterSourceAddresses {
+    let own_addresses = OwnAddresses::of(interface);
+    let (ipv4, ipv6) =
+        own_addresses.map_or((Ipv4Addr::UNSPECIFIED, Ipv6Addr::UNSPECIFIED), |own| (own.ipv4, own.routable_ipv6));
+    OuterSourceAddresses { ipv4, ipv6 }
 }
 
 /// Addresses of a device. The first IPv4 and IPv6 addresses are the sources of probes.
@@ -410,7 +428,7 @@ struct OwnAddresses {
 impl OwnAddresses {
     /// Returns the addresses of the VLAN's device. If there is none, returns those of the interface, except its IPv4
     /// address, which belongs to another network.
-    fn in_vlan(interface: &str, vlan: Vlan) -> Option<Self> {
+    fn read_vlan_device(interface: &str, vlan: Vlan) -> Option<Self> {
         match vlan_device::name(interface, vlan) {
             Some(device) => Self::of(&device),
             None => Self::of(interface).map(|own| Self { ipv4: Ipv4Addr::UNSPECIFIED, ..own }),
@@ -419,7 +437,7 @@ impl OwnAddresses {
 
     fn of(interface: &str) -> Option<Self> {
         let (mut mac, mut ipv4) = (None, Ipv4Addr::UNSPECIFIED);
-        let mut all_ipv6: Vec<Ipv6Addr> = Vec::new();
+        let mut ipv6_addresses: Vec<Ipv6Addr> = Vec::new();
         for entry in nix::ifaddrs::getifaddrs().ok()?.filter(|entry| entry.interface_name == interface) {
             let Some(storage) = entry.address else { continue };
             if let Some(link) = storage.as_link_addr() {
@@ -427,13 +445,14 @@ impl OwnAddresses {
             } else if let Some(found) = storage.as_sockaddr_in().filter(|_| ipv4.is_unspecified()) {
                 ipv4 = found.ip();
             } else if let Some(found) = storage.as_sockaddr_in6() {
-                all_ipv6.push(found.ip());
+                ipv6_addresses.push(found.ip());
             }
         }
-        let first =
+        let first_or_unspecified =
             |addresses: &mut dyn Iterator<Item = &Ipv6Addr>| addresses.next().copied().unwrap_or(Ipv6Addr::UNSPECIFIED);
-        let ipv6 = first(&mut all_ipv6.iter());
-        let routable_ipv6 = first(&mut all_ipv6.iter().filter(|address| !address.is_unicast_link_local()));
+        let ipv6 = first_or_unspecified(&mut ipv6_addresses.iter());
+        let routable_ipv6 =
+            first_or_unspecified(&mut ipv6_addresses.iter().filter(|address| !address.is_unicast_link_local()));
         mac.map(|mac| Self { mac, ipv4, ipv6, routable_ipv6 })
     }
 }
@@ -443,71 +462,74 @@ mod tests {
     use super::*;
 
     const A: IpAddr = IpAddr::V4(Ipv4Addr::new(10, 1, 1, 1));
-    const MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 1]);
+    const NEIGHBOUR_MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 1]);
 
     fn at(ms: u64) -> Duration {
         Duration::from_millis(ms)
     }
 
     #[test]
-    fn neighbour_is_found_kept_and_lost() {
+    fn neighbour_is_resolved_probed_and_lost() {
         let mut neighbours = Neighbours::default();
         neighbours.set_addresses(&[A], at(0));
-        assert_eq!(neighbours.take_due_probes(at(0)).0, [Probe { address: A, mac: None }]);
-        assert_eq!(neighbours.observe(A, MAC, at(1)), Some(MacChange { address: A, mac: Some(MAC) }));
-        assert_eq!(neighbours.observe(A, MAC, at(2)), None);
+        assert_eq!(neighbours.take_due_probes(at(0)).0, [NeighbourProbe { address: A, mac: None }]);
+        assert_eq!(
+            neighbours.observe_sender(A, NEIGHBOUR_MAC, at(1)),
+            Some(MacChange { address: A, mac: Some(NEIGHBOUR_MAC) })
+        );
+        assert_eq!(neighbours.observe_sender(A, NEIGHBOUR_MAC, at(2)), None);
         assert!(neighbours.take_due_probes(at(500)).0.is_empty());
         // The first probe goes to the neighbour's MAC address; after a missed probe, probes are broadcast.
-        assert_eq!(neighbours.take_due_probes(at(1002)).0, [Probe { address: A, mac: Some(MAC) }]);
-        let mut lost_at = None;
+        assert_eq!(neighbours.take_due_probes(at(1002)).0, [NeighbourProbe { address: A, mac: Some(NEIGHBOUR_MAC) }]);
+        let mut lost_time = None;
         for ms in (1003..10_000).step_by(10) {
             let (probes, changes) = neighbours.take_due_probes(at(ms));
             assert!(probes.iter().all(|probe| probe.mac.is_none()));
             if changes == [MacChange { address: A, mac: None }] {
-                assert_eq!(lost_at.replace(ms), None);
+                assert_eq!(lost_time.replace(ms), None);
             }
         }
-        assert!(lost_at.is_some_and(|ms| (2000..4000).contains(&ms)), "{lost_at:?}");
+        assert!(lost_time.is_some_and(|ms| (2000..4000).contains(&ms)), "{lost_time:?}");
     }
 
     #[test]
     fn many_neighbours_are_probed_at_a_limited_rate() {
-        let all: Vec<IpAddr> = (0..1000u32).map(|n| Ipv4Addr::from(0x0a01_0000 + n).into()).collect();
+        let addresses: Vec<IpAddr> = (0..1000u32).map(|n| Ipv4Addr::from(0x0a01_0000 + n).into()).collect();
         let mut neighbours = Neighbours::default();
-        neighbours.set_addresses(&all, at(0));
-        let mut asked = BTreeSet::new();
-        while asked.len() < all.len() {
+        neighbours.set_addresses(&addresses, at(0));
+        let mut probed_addresses = BTreeSet::new();
+        while probed_addresses.len() < addresses.len() {
             let (probes, _) = neighbours.take_due_probes(at(1));
             assert!((1..=PROBES_PER_BURST).contains(&probes.len()));
-            asked.extend(probes.iter().map(|probe| probe.address));
+            probed_addresses.extend(probes.iter().map(|probe| probe.address));
         }
         assert_eq!(neighbours.take_due_probes(at(1)).0, []);
-        assert!(all.iter().all(|address| neighbours.observe(*address, MAC, at(2)).is_some()));
+        assert!(addresses.iter().all(|address| neighbours.observe_sender(*address, NEIGHBOUR_MAC, at(2)).is_some()));
         assert_eq!(neighbours.next_probe_time(), Some(at(2) + PROBE_INTERVAL));
     }
 
     #[test]
-    fn new_mac_address_is_used_at_once() {
+    fn changed_mac_address_is_reported_at_once() {
         let mut neighbours = Neighbours::default();
         neighbours.set_addresses(&[A], at(0));
-        neighbours.observe(A, MAC, at(1));
-        let other = MacAddress([2, 0, 0, 0, 0, 9]);
-        assert_eq!(neighbours.observe(A, other, at(5)), Some(MacChange { address: A, mac: Some(other) }));
-        assert_eq!(neighbours.observe(Ipv4Addr::new(10, 1, 1, 2).into(), MAC, at(6)), None);
+        neighbours.observe_sender(A, NEIGHBOUR_MAC, at(1));
+        let new_mac = MacAddress([2, 0, 0, 0, 0, 9]);
+        assert_eq!(neighbours.observe_sender(A, new_mac, at(5)), Some(MacChange { address: A, mac: Some(new_mac) }));
+        assert_eq!(neighbours.observe_sender(Ipv4Addr::new(10, 1, 1, 2).into(), NEIGHBOUR_MAC, at(6)), None);
         neighbours.set_addresses(&[], at(7));
         assert_eq!(neighbours.next_probe_time(), None);
     }
 
     #[test]
-    fn arp_request_is_parsed_again() {
-        let target = Ipv4Addr::new(10, 1, 1, 1);
-        let frame = arp_request_frame(target, None, MAC, Ipv4Addr::new(10, 1, 0, 1));
-        assert_eq!(parse_sender(&frame), Some((Ipv4Addr::new(10, 1, 0, 1), MAC)));
-        for length in 0..FRAME_BYTES {
-            assert_eq!(parse_sender(&frame[..length]), None);
+    fn parsed_arp_request_has_its_sender() {
+        let target_address = Ipv4Addr::new(10, 1, 1, 1);
+        let request_frame = arp_request_frame(target_address, None, NEIGHBOUR_MAC, Ipv4Addr::new(10, 1, 0, 1));
+        assert_eq!(parse_sender(&request_frame), Some((Ipv4Addr::new(10, 1, 0, 1), NEIGHBOUR_MAC)));
+        for length in 0..ARP_FRAME_BYTES {
+            assert_eq!(parse_sender(&request_frame[..length]), None);
         }
-        let mut group = frame;
-        group[22] = 0xff;
-        assert_eq!(parse_sender(&group), None);
+        let mut group_sender_frame = request_frame;
+        group_sender_frame[22] = 0xff;
+        assert_eq!(parse_sender(&group_sender_frame), None);
     }
 }

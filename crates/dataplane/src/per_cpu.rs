@@ -4,11 +4,12 @@ use anyhow::Context as _;
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 
 /// Returns the first `N` counters of the array, each summed over the CPUs. Fails when the array has fewer counters.
-pub(crate) fn per_cpu_sums<const N: usize>(counters: &MapHandle) -> anyhow::Result<[u64; N]> {
-    let mut sums = [0; N];
-    for (counter, sum) in (0u32..).zip(&mut sums) {
-        let rows = counters.lookup_percpu(&counter.to_ne_bytes(), MapFlags::ANY)?.context("no such counter")?;
-        *sum = rows.iter().filter_map(|row| Some(u64::from_ne_bytes(row.get(..8)?.try_into().ok()?))).sum();
+pub(crate) fn sum_over_cpus<const N: usize>(counters: &MapHandle) -> anyhow::Result<[u64; N]> {
+    let mut counter_sums = [0; N];
+    for (counter, sum) in (0u32..).zip(&mut counter_sums) {
+        let values_by_cpu =
+            counters.lookup_percpu(&counter.to_ne_bytes(), MapFlags::ANY)?.context("no such counter")?;
+        *sum = values_by_cpu.iter().filter_map(|row| Some(u64::from_ne_bytes(row.get(..8)?.try_into().ok()?))).sum();
     }
-    Ok(sums)
+    Ok(counter_sums)
 }

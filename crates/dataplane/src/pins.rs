@@ -17,27 +17,27 @@ use nix::sys::statfs::{BPF_FS_MAGIC, statfs};
 /// The controller rejects the second daemon only after it has taken the pins over. Readers (`coreward connections`)
 /// need no lock.
 #[derive(Debug)]
-pub struct PinLock(#[allow(dead_code, reason = "held")] Flock<File>);
+pub struct PinDirectoryLock(#[allow(dead_code, reason = "held")] Flock<File>);
 
 /// Maximum time to wait for the lock. A process that has just ended, or its child before execve(2), may still hold it.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
-const RETRY_INTERVAL: Duration = Duration::from_millis(20);
+const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Maximum depth of directories that are searched for pins.
-const MAX_DEPTH: usize = 5;
+const MAX_SEARCH_DEPTH: usize = 5;
 
-impl PinLock {
+impl PinDirectoryLock {
     /// Locks the directory, which is created if it is missing. Fails when the directory is not on a BPF file system, or
     /// another process holds the lock for two seconds.
     pub fn new(directory: &Path) -> anyhow::Result<Self> {
         fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
         ensure_bpf_file_system(directory)?;
-        let mut file = File::open(directory).with_context(|| directory.display().to_string())?;
-        let began = Instant::now();
+        let mut directory_file = File::open(directory).with_context(|| directory.display().to_string())?;
+        let wait_start = Instant::now();
         loop {
-            file = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+            directory_file = match Flock::lock(directory_file, FlockArg::LockExclusiveNonblock) {
                 Ok(lock) => return Ok(Self(lock)),
-                Err((file, Errno::EWOULDBLOCK)) if began.elapsed() < LOCK_TIMEOUT => file,
+                Err((file, Errno::EWOULDBLOCK)) if wait_start.elapsed() < LOCK_TIMEOUT => file,
                 Err((_, Errno::EWOULDBLOCK)) => bail!(
                     "{}: another process works with what is pinned there: expected it stopped first (systemctl stop), \
                      or a \
@@ -46,26 +46,27 @@ impl PinLock {
                 ),
                 Err((_, error)) => return Err(error).with_context(|| directory.display().to_string()),
             };
-            thread::sleep(RETRY_INTERVAL);
+            thread::sleep(LOCK_RETRY_INTERVAL);
         }
     }
 }
 
 /// Returns the other directories on the BPF file system of `directory` in which the relative path `file` is pinned.
 /// Unreadable directories are left out. (The kernel shows programs' names only with CAP_SYS_ADMIN, which daemons lack.)
-pub fn other_directories(directory: &Path, file: &str) -> Vec<PathBuf> {
+pub fn other_pin_directories(directory: &Path, file: &str) -> Vec<PathBuf> {
     let Some(root) = directory.ancestors().filter(|folder| ensure_bpf_file_system(folder).is_ok()).last() else {
         return Vec::new();
     };
-    let own = directory.canonicalize().unwrap_or_else(|_| directory.to_owned());
+    let own_directory = directory.canonicalize().unwrap_or_else(|_| directory.to_owned());
     let (mut found, mut folders) = (Vec::new(), vec![(root.to_owned(), 0)]);
     while let Some((folder, depth)) = folders.pop() {
-        if folder.join(file).exists() && folder.canonicalize().is_ok_and(|folder| folder != own) {
+        if folder.join(file).exists() && folder.canonicalize().is_ok_and(|folder| folder != own_directory) {
             found.push(folder.clone());
         }
-        let inside = fs::read_dir(&folder).into_iter().flatten().flatten();
-        let more = inside.filter(|entry| depth < MAX_DEPTH && entry.file_type().is_ok_and(|kind| kind.is_dir()));
-        folders.extend(more.map(|entry| (entry.path(), depth + 1)));
+        let directory_entries = fs::read_dir(&folder).into_iter().flatten().flatten();
+        let subdirectories = directory_entries
+            .filter(|entry| depth < MAX_SEARCH_DEPTH && entry.file_type().is_ok_and(|kind| kind.is_dir()));
+        folders.extend(subdirectories.map(|entry| (entry.path(), depth + 1)));
     }
     found
 }

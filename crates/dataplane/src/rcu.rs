@@ -10,39 +10,39 @@ use libbpf_rs::{MapCore as _, MapFlags, MapHandle, MapType, libbpf_sys};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 /// Outer and inner map, used by no program: an update of the outer map's only element waits for an RCU grace period.
-static MAP_OF_MAPS: OnceLock<(MapHandle, MapHandle)> = OnceLock::new();
+static GRACE_PERIOD_MAPS: OnceLock<(MapHandle, MapHandle)> = OnceLock::new();
 
 /// Returns when every program that ran at the time of the call has ended: programs run inside an RCU read-side section.
 ///
 /// The kernel waits for a grace period after each update of a map of maps (maybe_wait_bpf_programs() in
 /// kernel/bpf/syscall.c, since Linux 5.0). membarrier(2)'s global command waits as well, but with `nohz_full` it
 /// returns EINVAL. Fails when the kernel refuses the maps or the update.
-pub fn wait_for_programs() -> anyhow::Result<()> {
-    let (outer, inner) = match MAP_OF_MAPS.get() {
+pub fn wait_for_running_programs() -> anyhow::Result<()> {
+    let (outer, inner) = match GRACE_PERIOD_MAPS.get() {
         Some(maps) => maps,
         // Two threads may create maps at the same time: the maps of the slower thread are closed.
         None => {
-            let maps = map_of_maps()?;
-            MAP_OF_MAPS.get_or_init(|| maps)
+            let outer_and_inner_map = create_map_of_maps()?;
+            GRACE_PERIOD_MAPS.get_or_init(|| outer_and_inner_map)
         }
     };
-    let inner = inner.as_fd().as_raw_fd().to_ne_bytes();
+    let inner_map_fd = inner.as_fd().as_raw_fd().to_ne_bytes();
     outer
-        .update(&0u32.to_ne_bytes(), &inner, MapFlags::ANY)
+        .update(&0u32.to_ne_bytes(), &inner_map_fd, MapFlags::ANY)
         .context("waiting for an RCU grace period by an update of a map of maps")
 }
 
 /// Creates a map of maps that contains one map. Returns the outer and the inner map.
-fn map_of_maps() -> anyhow::Result<(MapHandle, MapHandle)> {
+fn create_map_of_maps() -> anyhow::Result<(MapHandle, MapHandle)> {
     let sz = size_of::<libbpf_sys::bpf_map_create_opts>() as _;
-    let mut options = libbpf_sys::bpf_map_create_opts { sz, ..Default::default() };
+    let mut map_options = libbpf_sys::bpf_map_create_opts { sz, ..Default::default() };
     let value_bytes = size_of::<u32>() as u32;
-    let inner = MapHandle::create(MapType::Array, Some("coreward_inner"), 4, value_bytes, 1, &options)
+    let inner_map = MapHandle::create(MapType::Array, Some("coreward_inner"), 4, value_bytes, 1, &map_options)
         .context("making the inner map to wait for RCU grace periods with")?;
-    options.inner_map_fd = inner.as_fd().as_raw_fd() as u32;
-    let outer = MapHandle::create(MapType::ArrayOfMaps, Some("coreward_outer"), 4, value_bytes, 1, &options)
+    map_options.inner_map_fd = inner_map.as_fd().as_raw_fd() as u32;
+    let outer_map = MapHandle::create(MapType::ArrayOfMaps, Some("coreward_outer"), 4, value_bytes, 1, &map_options)
         .context("making the map of maps to wait for RCU grace periods with")?;
-    Ok((outer, inner))
+    Ok((outer_map, inner_map))
 }
 
 /// Number of the first grace period that begins after a switch of programs (see [`GracePeriods::has_passed`]).
@@ -51,52 +51,52 @@ pub struct GraceTicket(u64);
 
 /// Thread that waits for RCU grace periods until the value is dropped.
 #[derive(Debug)]
-pub struct GracePeriods(Arc<GracePeriodState>);
+pub struct GracePeriods(Arc<GracePeriodShared>);
 
 #[derive(Debug, Default)]
-struct GracePeriodState {
+struct GracePeriodShared {
     /// Number of grace periods that have begun.
     begun_count: AtomicU64,
     /// Number of grace periods that have ended.
     ended_count: AtomicU64,
-    requests: Mutex<GraceRequests>,
-    changed: Condvar,
+    wait_requests: Mutex<GraceWaitRequests>,
+    state_changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct GraceRequests {
+struct GraceWaitRequests {
     /// Number of the latest grace period for which a caller waits.
     last_requested: u64,
     is_stopped: bool,
     wait_error: Option<String>,
 }
 
-impl GracePeriodState {
-    fn requests(&self) -> MutexGuard<'_, GraceRequests> {
-        self.requests.lock()
+impl GracePeriodShared {
+    fn requests(&self) -> MutexGuard<'_, GraceWaitRequests> {
+        self.wait_requests.lock()
     }
 
-    fn run(&self) {
+    fn run_waiting_thread(&self) {
         loop {
             let mut requests = self.requests();
             while !requests.is_stopped && requests.last_requested <= self.ended_count.load(Ordering::SeqCst) {
-                self.changed.wait(&mut requests);
+                self.state_changed.wait(&mut requests);
             }
             if requests.is_stopped {
                 return;
             }
             drop(requests);
-            let number = self.begun_count.fetch_add(1, Ordering::SeqCst) + 1;
-            let outcome = wait_for_programs();
+            let period_number = self.begun_count.fetch_add(1, Ordering::SeqCst) + 1;
+            let wait_result = wait_for_running_programs();
             let mut requests = self.requests();
-            match outcome {
-                Ok(()) => self.ended_count.store(number, Ordering::SeqCst),
+            match wait_result {
+                Ok(()) => self.ended_count.store(period_number, Ordering::SeqCst),
                 Err(error) => {
                     requests.wait_error = Some(format!("{error:#}"));
                     requests.is_stopped = true;
                 }
             }
-            self.changed.notify_all();
+            self.state_changed.notify_all();
         }
     }
 }
@@ -104,25 +104,25 @@ impl GracePeriodState {
 impl GracePeriods {
     /// Starts the thread that waits for grace periods. Fails when no thread can be created.
     pub fn start() -> anyhow::Result<Self> {
-        let shared = Arc::<GracePeriodState>::default();
-        let thread = shared.clone();
+        let shared_state = Arc::<GracePeriodShared>::default();
+        let thread_state = shared_state.clone();
         std::thread::Builder::new()
             .name("grace periods".to_owned())
-            .spawn(move || thread.run())
+            .spawn(move || thread_state.run_waiting_thread())
             .context("a thread that waits for RCU grace periods")?;
-        Ok(Self(shared))
+        Ok(Self(shared_state))
     }
 
     /// Requests a grace period and returns its ticket. To be called after programs or tables were switched.
     pub fn request(&self) -> GraceTicket {
         // Programs that begin after the fence see all earlier stores.
         fence(Ordering::SeqCst);
-        let moment = self.0.begun_count.load(Ordering::SeqCst) + 1;
+        let ticket_number = self.0.begun_count.load(Ordering::SeqCst) + 1;
         let mut requests = self.0.requests();
-        requests.last_requested = requests.last_requested.max(moment);
+        requests.last_requested = requests.last_requested.max(ticket_number);
         drop(requests);
-        self.0.changed.notify_all();
-        GraceTicket(moment)
+        self.0.state_changed.notify_all();
+        GraceTicket(ticket_number)
     }
 
     /// Returns whether all programs that ran when the ticket was requested have ended.
@@ -138,7 +138,7 @@ impl GracePeriods {
             if let Some(error) = &requests.wait_error {
                 bail!("{error}");
             }
-            self.0.changed.wait(&mut requests);
+            self.0.state_changed.wait(&mut requests);
         }
         Ok(())
     }
@@ -147,7 +147,7 @@ impl GracePeriods {
 impl Drop for GracePeriods {
     fn drop(&mut self) {
         self.0.requests().is_stopped = true;
-        self.0.changed.notify_all();
+        self.0.state_changed.notify_all();
     }
 }
 
@@ -157,13 +157,13 @@ mod tests {
 
     #[test]
     fn grace_tickets_pass_in_order() {
-        let periods = GracePeriods::start().unwrap();
-        let first = periods.request();
-        periods.wait(first).unwrap();
-        assert!(periods.has_passed(first));
-        let second = periods.request();
-        assert!(second > first);
-        periods.wait(second).unwrap();
-        assert!(periods.has_passed(GraceTicket::default()));
+        let grace_periods = GracePeriods::start().unwrap();
+        let first_ticket = grace_periods.request();
+        grace_periods.wait(first_ticket).unwrap();
+        assert!(grace_periods.has_passed(first_ticket));
+        let second_ticket = grace_periods.request();
+        assert!(second_ticket > first_ticket);
+        grace_periods.wait(second_ticket).unwrap();
+        assert!(grace_periods.has_passed(GraceTicket::default()));
     }
 }

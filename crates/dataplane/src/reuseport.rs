@@ -15,16 +15,17 @@ pub type SocketCookie = u64;
 /// Attaches a program of type sk_reuseport to the group of `socket`, in place of an attached program. Fails when the
 /// socket is in no SO_REUSEPORT group.
 pub fn attach(program: BorrowedFd<'_>, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
-    set_option(socket, libc::SO_ATTACH_REUSEPORT_EBPF, program.as_raw_fd()).context("attaching to the group of sockets")
+    set_socket_option(socket, libc::SO_ATTACH_REUSEPORT_EBPF, program.as_raw_fd())
+        .context("attaching to the group of sockets")
 }
 
 /// Detaches the program from the group of `socket`, so that the kernel selects sockets by hash again. Fails when no
 /// program is attached.
 pub fn detach(socket: BorrowedFd<'_>) -> anyhow::Result<()> {
-    set_option(socket, libc::SO_DETACH_REUSEPORT_BPF, 0).context("detaching from the group of sockets")
+    set_socket_option(socket, libc::SO_DETACH_REUSEPORT_BPF, 0).context("detaching from the group of sockets")
 }
 
-fn set_option(socket: BorrowedFd<'_>, option: libc::c_int, value: i32) -> nix::Result<()> {
+fn set_socket_option(socket: BorrowedFd<'_>, option: libc::c_int, value: i32) -> nix::Result<()> {
     // SAFETY: the pointer and the length are those of an int that lives until the call returns.
     let result = unsafe {
         libc::setsockopt(
@@ -40,20 +41,20 @@ fn set_option(socket: BorrowedFd<'_>, option: libc::c_int, value: i32) -> nix::R
 
 /// Returns the cookie of a socket. Fails when the descriptor is not a socket.
 pub fn socket_cookie(socket: BorrowedFd<'_>) -> anyhow::Result<SocketCookie> {
-    let mut cookie: SocketCookie = 0;
-    let mut length = size_of_val(&cookie) as libc::socklen_t;
+    let mut socket_cookie: SocketCookie = 0;
+    let mut length = size_of_val(&socket_cookie) as libc::socklen_t;
     // SAFETY: both pointers are of variables that live until the call returns, and the length is the first's.
     let result = unsafe {
         libc::getsockopt(
             socket.as_raw_fd(),
             libc::SOL_SOCKET,
             libc::SO_COOKIE,
-            (&raw mut cookie).cast(),
+            (&raw mut socket_cookie).cast(),
             &raw mut length,
         )
     };
     nix::errno::Errno::result(result).context("SO_COOKIE")?;
-    Ok(cookie)
+    Ok(socket_cookie)
 }
 
 /// BPF map of type BPF_MAP_TYPE_REUSEPORT_SOCKARRAY, which holds a socket in each slot.
@@ -70,18 +71,18 @@ impl SocketArray {
     }
 
     /// Returns the cookie of the socket in each used slot. The kernel clears the slot of a closed socket.
-    pub fn sockets(&self) -> BTreeMap<u32, SocketCookie> {
-        let cookie = |slot: u32| {
+    pub fn cookies_by_slot(&self) -> BTreeMap<u32, SocketCookie> {
+        let cookie_in_slot = |slot: u32| {
             let value = self.map.lookup(&slot.to_ne_bytes(), MapFlags::ANY).ok()??;
             Some((slot, SocketCookie::from_ne_bytes(value.try_into().ok()?)))
         };
-        (0..self.slot_count).filter_map(cookie).collect()
+        (0..self.slot_count).filter_map(cookie_in_slot).collect()
     }
 
     /// Returns the first slot without a socket. Fails when all slots are taken.
-    pub fn free_slot(&self) -> anyhow::Result<u32> {
-        let used = self.sockets();
-        let Some(slot) = (0..self.slot_count).find(|slot| !used.contains_key(slot)) else {
+    pub fn find_free_slot(&self) -> anyhow::Result<u32> {
+        let used_slots = self.cookies_by_slot();
+        let Some(slot) = (0..self.slot_count).find(|slot| !used_slots.contains_key(slot)) else {
             bail!("more than {} sockets of one service", self.slot_count);
         };
         Ok(slot)
@@ -90,9 +91,9 @@ impl SocketArray {
     /// Inserts a socket into an empty slot. Fails when the slot is in use, or the socket is in no SO_REUSEPORT group or
     /// in another array.
     pub fn insert(&self, slot: u32, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
-        let descriptor = socket.as_raw_fd() as u64;
+        let fd_value = socket.as_raw_fd() as u64;
         self.map
-            .update(&slot.to_ne_bytes(), &descriptor.to_ne_bytes(), MapFlags::NO_EXIST)
+            .update(&slot.to_ne_bytes(), &fd_value.to_ne_bytes(), MapFlags::NO_EXIST)
             .context("a socket cannot be put into the array (is it in another one, or without SO_REUSEPORT?)")
     }
 

@@ -16,7 +16,7 @@ use nix::sys::socket::{
 };
 use nix::sys::time::{TimeVal, TimeValLike as _};
 
-use crate::veth::attribute;
+use crate::veth::find_attribute;
 
 const RTA_DST: u16 = 1;
 const RTA_OIF: u16 = 4;
@@ -24,18 +24,18 @@ const RTA_GATEWAY: u16 = 5;
 /// Route attribute for a gateway of another address family than the destination (struct rtvia; RFC 8950).
 const RTA_VIA: u16 = 18;
 /// Size of the field `rtvia_family` of struct rtvia in bytes; the address follows it.
-const VIA_FAMILY: usize = 2;
+const RTVIA_FAMILY_BYTES: usize = 2;
 /// Size of struct nlmsghdr and struct rtmsg together, in bytes.
-const NETLINK_HEADER_BYTES: usize = 16 + 12;
+const ROUTE_HEADERS_BYTES: usize = 16 + 12;
 /// Size of struct rtattr in bytes.
-const ATTRIBUTE_HEADER: usize = 4;
+const ATTRIBUTE_HEADER_BYTES: usize = 4;
 /// Bytes of the sequence number `nlmsg_seq` in struct nlmsghdr.
-const SEQUENCE_RANGE: Range<usize> = 8..12;
+const SEQUENCE_NUMBER_RANGE: Range<usize> = 8..12;
 /// Offset of `rtm_type` from the start of the message, in bytes.
 const ROUTE_TYPE_OFFSET: usize = 16 + 7;
 /// Multicast groups of changes of links, and of addresses, routes and rules of IPv4 and IPv6: RTMGRP_* of
 /// include/uapi/linux/rtnetlink.h. The last group is 1 << (RTNLGRP_IPV6_RULE - 1).
-const MULTICAST_GROUPS: u32 = 0x1 | 0x10 | 0x40 | 0x80 | 0x100 | 0x400 | 1 << 18;
+const ROUTE_MULTICAST_GROUPS: u32 = 0x1 | 0x10 | 0x40 | 0x80 | 0x100 | 0x400 | 1 << 18;
 
 /// Reason why packets to a server cannot be sent by the load balancer's interface.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -63,29 +63,30 @@ pub struct Routes {
     notification_socket: OwnedFd,
     query_socket: OwnedFd,
     /// Sequence number of the latest query.
-    sequence: u32,
+    query_sequence: u32,
 }
 
 impl Routes {
     /// Opens a socket for notifications and one for queries. Fails when the kernel does not offer netlink.
     pub fn open() -> io::Result<Self> {
-        let open = || socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, SockProtocol::NetlinkRoute);
-        let (notification_socket, query_socket) = (open()?, open()?);
-        bind(notification_socket.as_raw_fd(), &NetlinkAddr::new(0, MULTICAST_GROUPS))?;
+        let open_socket =
+            || socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, SockProtocol::NetlinkRoute);
+        let (notification_socket, query_socket) = (open_socket()?, open_socket()?);
+        bind(notification_socket.as_raw_fd(), &NetlinkAddr::new(0, ROUTE_MULTICAST_GROUPS))?;
         setsockopt(&query_socket, sockopt::ReceiveTimeout, &TimeVal::seconds(1))?;
-        Ok(Self { notification_socket, query_socket, sequence: 0 })
+        Ok(Self { notification_socket, query_socket, query_sequence: 0 })
     }
 
     /// Returns whether a link, address, route or rule has changed since the last call.
     pub fn has_changed(&self) -> bool {
-        let mut changed = false;
-        let mut notification = [0; 4096];
+        let mut has_changed = false;
+        let mut notification_buffer = [0; 4096];
         loop {
-            match recv(self.notification_socket.as_raw_fd(), &mut notification, MsgFlags::MSG_DONTWAIT) {
+            match recv(self.notification_socket.as_raw_fd(), &mut notification_buffer, MsgFlags::MSG_DONTWAIT) {
                 // ENOBUFS: notifications were lost.
-                Ok(_) | Err(Errno::ENOBUFS) => changed = true,
+                Ok(_) | Err(Errno::ENOBUFS) => has_changed = true,
                 Err(Errno::EINTR) => {}
-                Err(_) => return changed,
+                Err(_) => return has_changed,
             }
         }
     }
@@ -94,64 +95,64 @@ impl Routes {
     /// leave by the device with the index `interface`.
     pub fn next_hop(&mut self, interface: u32, server: IpAddr) -> Result<IpAddr, RouteError> {
         self.send_query(server).map_err(RouteError::NoRoute)?;
-        let mut answer = [0; 4096];
+        let mut answer_buffer = [0; 4096];
         loop {
-            let length = match recv(self.query_socket.as_raw_fd(), &mut answer, MsgFlags::empty()) {
+            let answer_length = match recv(self.query_socket.as_raw_fd(), &mut answer_buffer, MsgFlags::empty()) {
                 Err(Errno::EINTR) => continue,
                 result => result.map_err(RouteError::NoRoute)?,
             };
             // An answer to an earlier query may have come after its time limit.
-            if answer.get(SEQUENCE_RANGE) == Some(&self.sequence.to_ne_bytes()[..]) {
-                return read_route(&answer[..length], interface, server);
+            if answer_buffer.get(SEQUENCE_NUMBER_RANGE) == Some(&self.query_sequence.to_ne_bytes()[..]) {
+                return parse_next_hop(&answer_buffer[..answer_length], interface, server);
             }
         }
     }
 
     /// Sends a query for the route to `server`, with the next sequence number.
     fn send_query(&mut self, server: IpAddr) -> Result<(), Errno> {
-        self.sequence = self.sequence.wrapping_add(1);
+        self.query_sequence = self.query_sequence.wrapping_add(1);
         let (family, destination) = match server {
             IpAddr::V4(address) => (libc::AF_INET, address.octets().to_vec()),
             IpAddr::V6(address) => (libc::AF_INET6, address.octets().to_vec()),
         };
-        let mut request = Vec::new();
-        request.extend(((NETLINK_HEADER_BYTES + ATTRIBUTE_HEADER + destination.len()) as u32).to_ne_bytes());
-        request.extend(libc::RTM_GETROUTE.to_ne_bytes());
-        request.extend((libc::NLM_F_REQUEST as u16).to_ne_bytes());
-        request.extend(self.sequence.to_ne_bytes());
+        let mut query_message = Vec::new();
+        query_message.extend(((ROUTE_HEADERS_BYTES + ATTRIBUTE_HEADER_BYTES + destination.len()) as u32).to_ne_bytes());
+        query_message.extend(libc::RTM_GETROUTE.to_ne_bytes());
+        query_message.extend((libc::NLM_F_REQUEST as u16).to_ne_bytes());
+        query_message.extend(self.query_sequence.to_ne_bytes());
         // nlmsg_pid: assigned by the kernel.
-        request.extend([0; 4]);
+        query_message.extend([0; 4]);
         // struct rtmsg: family, length of the destination in bits, zeros.
-        request.extend([family as u8, destination.len() as u8 * 8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
-        request.extend(((ATTRIBUTE_HEADER + destination.len()) as u16).to_ne_bytes());
-        request.extend(RTA_DST.to_ne_bytes());
-        request.extend(destination);
-        send(self.query_socket.as_raw_fd(), &request, MsgFlags::empty())?;
+        query_message.extend([family as u8, destination.len() as u8 * 8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
+        query_message.extend(((ATTRIBUTE_HEADER_BYTES + destination.len()) as u16).to_ne_bytes());
+        query_message.extend(RTA_DST.to_ne_bytes());
+        query_message.extend(destination);
+        send(self.query_socket.as_raw_fd(), &query_message, MsgFlags::empty())?;
         Ok(())
     }
 }
 
-fn read_route(answer: &[u8], interface: u32, server: IpAddr) -> Result<IpAddr, RouteError> {
-    let number = |bytes: &[u8]| bytes.try_into().map(u32::from_ne_bytes).unwrap_or_default();
-    let kind = answer.get(4..6).map(|kind| u16::from_ne_bytes([kind[0], kind[1]]));
-    if kind != Some(libc::RTM_NEWROUTE) {
-        let code = answer.get(16..20).map_or(0, |code| number(code) as i32);
-        return Err(RouteError::NoRoute(Errno::from_raw(-code)));
+fn parse_next_hop(answer: &[u8], interface: u32, server: IpAddr) -> Result<IpAddr, RouteError> {
+    let parse_u32 = |bytes: &[u8]| bytes.try_into().map(u32::from_ne_bytes).unwrap_or_default();
+    let message_type = answer.get(4..6).map(|kind| u16::from_ne_bytes([kind[0], kind[1]]));
+    if message_type != Some(libc::RTM_NEWROUTE) {
+        let error_code = answer.get(16..20).map_or(0, |code| parse_u32(code) as i32);
+        return Err(RouteError::NoRoute(Errno::from_raw(-error_code)));
     }
-    let attributes = answer.get(NETLINK_HEADER_BYTES..).unwrap_or_default();
+    let attributes = answer.get(ROUTE_HEADERS_BYTES..).unwrap_or_default();
     match answer[ROUTE_TYPE_OFFSET] {
         libc::RTN_UNICAST => {}
         other => return Err(RouteError::NotUnicast(other)),
     }
-    let found = attribute(attributes, RTA_OIF).map_or(0, number);
-    if found != interface {
-        return Err(RouteError::OtherInterface { found, expected: interface });
+    let route_interface = find_attribute(attributes, RTA_OIF).map_or(0, parse_u32);
+    if route_interface != interface {
+        return Err(RouteError::OtherInterface { found: route_interface, expected: interface });
     }
-    let via = || attribute(attributes, RTA_VIA).and_then(|via| via.get(VIA_FAMILY..));
-    Ok(attribute(attributes, RTA_GATEWAY).or_else(via).and_then(read_address).unwrap_or(server))
+    let rtvia_address = || find_attribute(attributes, RTA_VIA).and_then(|via| via.get(RTVIA_FAMILY_BYTES..));
+    Ok(find_attribute(attributes, RTA_GATEWAY).or_else(rtvia_address).and_then(parse_address).unwrap_or(server))
 }
 
-fn read_address(bytes: &[u8]) -> Option<IpAddr> {
+fn parse_address(bytes: &[u8]) -> Option<IpAddr> {
     let ipv4 = || <[u8; 4]>::try_from(bytes).ok().map(|octets| Ipv4Addr::from(octets).into());
     let ipv6 = || <[u8; 16]>::try_from(bytes).ok().map(|octets| Ipv6Addr::from(octets).into());
     ipv4().or_else(ipv6)
@@ -162,56 +163,60 @@ mod tests {
     use super::*;
 
     #[test]
-    fn late_answer_to_an_earlier_query_is_discarded() {
-        let index = nix::net::if_::if_nametoindex("lo").unwrap();
-        let broadcast = Routes::open().unwrap().next_hop(index, Ipv4Addr::BROADCAST.into());
+    fn late_answer_to_an_earlier_query_is_ignored() {
+        let loopback_index = nix::net::if_::if_nametoindex("lo").unwrap();
+        let broadcast_result = Routes::open().unwrap().next_hop(loopback_index, Ipv4Addr::BROADCAST.into());
         let mut routes = Routes::open().unwrap();
         // The answer to this query waits in the socket, as after a timeout.
         routes.send_query(Ipv4Addr::LOCALHOST.into()).unwrap();
-        assert_ne!(broadcast, Err(RouteError::NotUnicast(libc::RTN_LOCAL)));
-        assert_eq!(routes.next_hop(index, Ipv4Addr::BROADCAST.into()), broadcast);
+        assert_ne!(broadcast_result, Err(RouteError::NotUnicast(libc::RTN_LOCAL)));
+        assert_eq!(routes.next_hop(loopback_index, Ipv4Addr::BROADCAST.into()), broadcast_result);
     }
 
     #[test]
-    fn route_by_loopback_is_rejected() {
+    fn route_through_loopback_is_rejected() {
         let mut routes = Routes::open().unwrap();
-        let index = nix::net::if_::if_nametoindex("lo").unwrap();
+        let loopback_index = nix::net::if_::if_nametoindex("lo").unwrap();
         for loopback in [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()] {
-            assert_eq!(routes.next_hop(index, loopback), Err(RouteError::NotUnicast(libc::RTN_LOCAL)));
+            assert_eq!(routes.next_hop(loopback_index, loopback), Err(RouteError::NotUnicast(libc::RTN_LOCAL)));
         }
         assert!(!routes.has_changed(), "a query changes nothing");
     }
 
     #[test]
-    fn gateway_interface_and_missing_route_are_read() {
+    fn answers_with_gateway_other_interface_and_no_route_are_parsed() {
         let server = IpAddr::from([10, 9, 0, 1]);
-        let attribute = |kind: u16, value: &[u8]| {
-            [&((ATTRIBUTE_HEADER + value.len()) as u16).to_ne_bytes()[..], &kind.to_ne_bytes(), value].concat()
+        let route_attribute = |kind: u16, value: &[u8]| {
+            [&((ATTRIBUTE_HEADER_BYTES + value.len()) as u16).to_ne_bytes()[..], &kind.to_ne_bytes(), value].concat()
         };
-        let answer = |kind: u16, attributes: &[Vec<u8>]| {
-            let mut answer = vec![0; NETLINK_HEADER_BYTES];
-            answer[4..6].copy_from_slice(&kind.to_ne_bytes());
-            answer[ROUTE_TYPE_OFFSET] = libc::RTN_UNICAST;
-            answer.extend(attributes.concat());
-            answer
+        let route_answer = |kind: u16, attributes: &[Vec<u8>]| {
+            let mut message = vec![0; ROUTE_HEADERS_BYTES];
+            message[4..6].copy_from_slice(&kind.to_ne_bytes());
+            message[ROUTE_TYPE_OFFSET] = libc::RTN_UNICAST;
+            message.extend(attributes.concat());
+            message
         };
-        let by = attribute(RTA_OIF, &3u32.to_ne_bytes());
+        let by = route_attribute(RTA_OIF, &3u32.to_ne_bytes());
         let gateway_ipv6: Ipv6Addr = "fe80::1".parse().unwrap();
         for (gateway, bytes) in
             [(IpAddr::from([10, 2, 0, 1]), &[10, 2, 0, 1][..]), (gateway_ipv6.into(), &gateway_ipv6.octets())]
         {
-            let routed = answer(libc::RTM_NEWROUTE, &[by.clone(), attribute(RTA_GATEWAY, bytes)]);
-            assert_eq!(read_route(&routed, 3, server), Ok(gateway));
+            let gateway_answer = route_answer(libc::RTM_NEWROUTE, &[by.clone(), route_attribute(RTA_GATEWAY, bytes)]);
+            assert_eq!(parse_next_hop(&gateway_answer, 3, server), Ok(gateway));
         }
-        let via = [&(libc::AF_INET6 as u16).to_ne_bytes()[..], &gateway_ipv6.octets()].concat();
-        let routed = answer(libc::RTM_NEWROUTE, &[by.clone(), attribute(RTA_VIA, &via)]);
-        assert_eq!(read_route(&routed, 3, server), Ok(gateway_ipv6.into()));
-        let routed = answer(libc::RTM_NEWROUTE, &[by.clone(), attribute(RTA_GATEWAY, &[10, 2, 0, 1])]);
-        assert_eq!(read_route(&routed, 4, server), Err(RouteError::OtherInterface { found: 3, expected: 4 }));
-        assert_eq!(read_route(&answer(libc::RTM_NEWROUTE, &[by]), 3, server), Ok(server));
-        let mut error = vec![0; 16];
-        error[4..6].copy_from_slice(&(libc::NLMSG_ERROR as u16).to_ne_bytes());
-        error.extend((-libc::ENETUNREACH).to_ne_bytes());
-        assert_eq!(read_route(&error, 3, server), Err(RouteError::NoRoute(Errno::ENETUNREACH)));
+        let rtvia_bytes = [&(libc::AF_INET6 as u16).to_ne_bytes()[..], &gateway_ipv6.octets()].concat();
+        let rtvia_answer = route_answer(libc::RTM_NEWROUTE, &[by.clone(), route_attribute(RTA_VIA, &rtvia_bytes)]);
+        assert_eq!(parse_next_hop(&rtvia_answer, 3, server), Ok(gateway_ipv6.into()));
+        let ipv4_gateway_answer =
+            route_answer(libc::RTM_NEWROUTE, &[by.clone(), route_attribute(RTA_GATEWAY, &[10, 2, 0, 1])]);
+        assert_eq!(
+            parse_next_hop(&ipv4_gateway_answer, 4, server),
+            Err(RouteError::OtherInterface { found: 3, expected: 4 })
+        );
+        assert_eq!(parse_next_hop(&route_answer(libc::RTM_NEWROUTE, &[by]), 3, server), Ok(server));
+        let mut error_answer = vec![0; 16];
+        error_answer[4..6].copy_from_slice(&(libc::NLMSG_ERROR as u16).to_ne_bytes());
+        error_answer.extend((-libc::ENETUNREACH).to_ne_bytes());
+        assert_eq!(parse_next_hop(&error_answer, 3, server), Err(RouteError::NoRoute(Errno::ENETUNREACH)));
     }
 }

@@ -22,7 +22,7 @@ use std::sync::atomic::Ordering;
 use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
 use coreward_model::consistency::{Consistency, ServiceMode};
-use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
+use coreward_model::cookie::{CookieKey, FleetCookieKeys, KeyIndex};
 use coreward_model::rss::RssConfig;
 use coreward_model::{ServerId, ServiceAddress};
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
@@ -34,7 +34,7 @@ use crate::lru;
 use crate::mac::MacAddress;
 use crate::mmap_array::MmapArray;
 use crate::pins;
-use crate::rcu::wait_for_programs;
+use crate::rcu::wait_for_running_programs;
 use crate::service_slots;
 use crate::skeleton::server::{OpenServerSkel, ServerSkel, ServerSkelBuilder};
 use crate::tc::{self, AttachMechanism, Direction};
@@ -60,24 +60,24 @@ pub struct ServerOptions {
 #[derive(Debug)]
 pub struct ServerPrograms {
     options: ServerOptions,
-    attachment: AttachMechanism,
+    attach_mechanism: AttachMechanism,
     is_taken_over: bool,
-    ingress: OwnedFd,
-    egress: OwnedFd,
+    ingress_program: OwnedFd,
+    egress_program: OwnedFd,
     rss_map: OwnedFd,
     state: MmapArray<intf::server_state>,
-    counter_rows: usize,
-    rss: MmapArray<intf::rss_mapping>,
-    chained_servers: MmapArray<ChainedServers>,
+    counter_row_count: usize,
+    rss_mapping: MmapArray<intf::rss_mapping>,
+    chained_server_entries: MmapArray<ChainedServerEntries>,
     /// Whether packets are encapsulated with IPv6 outer headers.
-    outer_ipv6: bool,
+    has_ipv6_outer_headers: bool,
     /// Maps of the programs that will replace another version's programs. They are pinned once the services are known.
-    pending_upgrade: Option<[OwnedFd; MAP_NAMES.len()]>,
+    pending_upgrade_maps: Option<[OwnedFd; MAP_NAMES.len()]>,
 }
 
-const FIRST_LAYOUT_WITH_KEYS: u64 = 3;
+const FIRST_LAYOUT_VERSION_WITH_KEYS: u64 = 3;
 
-type ChainedServers = [intf::server_entry; intf::SERVER_ID_COUNT as usize];
+type ChainedServerEntries = [intf::server_entry; intf::SERVER_ID_COUNT as usize];
 
 impl ServerPrograms {
     /// Loads the programs and attaches them to the device. State pinned by an earlier process is taken over with keys,
@@ -86,30 +86,30 @@ impl ServerPrograms {
     /// the pin directory is not on a bpffs, the device has programs that are pinned in another directory, or the kernel
     /// rejects programs or links.
     pub fn attach(options: ServerOptions) -> anyhow::Result<Self> {
-        let pins = options.pin_directory.join("server");
-        ensure_only_stamper(options.interface_index, &options.pin_directory)?;
-        fs::create_dir_all(&pins).with_context(|| pins.display().to_string())?;
-        let state = pins.join("state");
-        let mut storage = MaybeUninit::uninit();
-        if let Some(problem) = problem_of_state(&state)? {
+        let server_directory = options.pin_directory.join("server");
+        ensure_no_other_stamper(options.interface_index, &options.pin_directory)?;
+        fs::create_dir_all(&server_directory).with_context(|| server_directory.display().to_string())?;
+        let state_path = server_directory.join("state");
+        let mut object_storage = MaybeUninit::uninit();
+        if let Some(problem) = state_take_over_problem(&state_path)? {
             tracing::warn!(
                 event = "upgrade-pending",
                 pin_directory = %options.pin_directory.display(),
                 reason = %problem,
                 "the pinned programs of another version stay attached until the controller sends the services"
             );
-            let skeleton = load(&mut storage, options.sample_every_syn, None)?;
-            let mut programs = Self::new(&skeleton, options, AttachMechanism::Tcx, false)?;
-            programs.copy_keys(&state)?;
-            programs.pending_upgrade = Some(maps_of(&skeleton)?);
+            let loaded_skeleton = load_programs(&mut object_storage, options.sample_every_syn, None)?;
+            let mut programs = Self::new(&loaded_skeleton, options, AttachMechanism::Tcx, false)?;
+            programs.copy_keys_from_state(&state_path)?;
+            programs.pending_upgrade_maps = Some(maps_in_name_order(&loaded_skeleton)?);
             return Ok(programs);
         }
-        let taken_over = state.exists();
-        if !taken_over {
-            remove_maps(&pins)?;
+        let is_taken_over = state_path.exists();
+        if !is_taken_over {
+            unpin_maps(&server_directory)?;
         }
-        let skeleton = load(&mut storage, options.sample_every_syn, Some(&pins))?;
-        let mut programs = Self::new(&skeleton, options, AttachMechanism::Tcx, taken_over)?;
+        let loaded_skeleton = load_programs(&mut object_storage, options.sample_every_syn, Some(&server_directory))?;
+        let mut programs = Self::new(&loaded_skeleton, options, AttachMechanism::Tcx, is_taken_over)?;
         programs.attach_programs()?;
         Ok(programs)
     }
@@ -121,20 +121,23 @@ impl ServerPrograms {
     /// Attaches the programs to the device, in place of those of an earlier process.
     fn attach_programs(&mut self) -> anyhow::Result<()> {
         let (pins, index) = (self.server_pin_directory(), self.options.interface_index);
-        self.attachment = tc::attach(self.ingress.as_fd(), index, Direction::Ingress, &pins.join("ingress"))?;
-        tc::attach(self.egress.as_fd(), index, Direction::Egress, &pins.join("egress"))?;
+        self.attach_mechanism =
+            tc::attach(self.ingress_program.as_fd(), index, Direction::Ingress, &pins.join("ingress"))?;
+        tc::attach(self.egress_program.as_fd(), index, Direction::Egress, &pins.join("egress"))?;
         Ok(())
     }
 
     /// Copies the keys and the time key from state of another layout, so that issued cookies stay valid and TSvals
     /// continue. They have the same offsets in all layouts from [`FIRST_LAYOUT_VERSION_WITH_KEYS`] on. Cookies of older
     /// layouts are not recognised any more.
-    fn copy_keys(&mut self, state: &Path) -> anyhow::Result<()> {
-        let map = MapHandle::from_pinned_path(state).with_context(|| state.display().to_string())?;
-        let old = map.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("an empty map")?;
-        let version = offset_of!(intf::server_state, layout_version);
-        let version = old.get(version..version + size_of::<u64>()).map(|bytes| bytes.try_into().expect("eight bytes"));
-        if version.map(u64::from_ne_bytes) < Some(FIRST_LAYOUT_WITH_KEYS) {
+    fn copy_keys_from_state(&mut self, state: &Path) -> anyhow::Result<()> {
+        let state_map = MapHandle::from_pinned_path(state).with_context(|| state.display().to_string())?;
+        let old_state = state_map.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("an empty map")?;
+        let version_offset = offset_of!(intf::server_state, layout_version);
+        let layout_version = old_state
+            .get(version_offset..version_offset + size_of::<u64>())
+            .map(|bytes| bytes.try_into().expect("eight bytes"));
+        if layout_version.map(u64::from_ne_bytes) < Some(FIRST_LAYOUT_VERSION_WITH_KEYS) {
             tracing::warn!(
                 event = "cookies-incompatible",
                 pin = %state.display(),
@@ -145,25 +148,26 @@ impl ServerPrograms {
         for (at, length) in
             [(KEYS_OFFSET, size_of::<intf::fleet_keys>()), (TIME_KEY_OFFSET, size_of::<intf::cookie_key>())]
         {
-            let bytes = old.get(at..at + length).with_context(|| format!("{}: too short", state.display()))?;
-            self.state.write(at, bytes);
+            let key_bytes =
+                old_state.get(at..at + length).with_context(|| format!("{}: too short", state.display()))?;
+            self.state.write(at, key_bytes);
         }
         Ok(())
     }
 
     /// Replaces the programs of another version, if they are still attached.
     fn commit_upgrade(&mut self) -> anyhow::Result<()> {
-        let Some(maps) = self.pending_upgrade.take() else { return Ok(()) };
+        let Some(maps) = self.pending_upgrade_maps.take() else { return Ok(()) };
         self.attach_programs()?;
-        let pins = self.server_pin_directory();
-        for entry in fs::read_dir(&pins)? {
-            let path = entry?.path();
-            if !LINKS.iter().any(|link| path.ends_with(link)) {
-                fs::remove_file(&path).with_context(|| path.display().to_string())?;
+        let server_directory = self.server_pin_directory();
+        for entry in fs::read_dir(&server_directory)? {
+            let pin_path = entry?.path();
+            if !LINK_NAMES.iter().any(|link| pin_path.ends_with(link)) {
+                fs::remove_file(&pin_path).with_context(|| pin_path.display().to_string())?;
             }
         }
         for (map, name) in maps.iter().zip(MAP_NAMES) {
-            tc::pin_object(map.as_fd(), &pins.join(name))?;
+            tc::pin_object(map.as_fd(), &server_directory.join(name))?;
         }
         tracing::info!(
             event = "upgrade-finished",
@@ -176,10 +180,10 @@ impl ServerPrograms {
     /// Loads the programs without attaching or pinning them, for tests with `BPF_PROG_TEST_RUN` and for
     /// [`tc::attach_until_drop`].
     pub fn load_only(sample_every_syn: bool) -> anyhow::Result<Self> {
-        let mut storage = MaybeUninit::uninit();
-        let skeleton = load(&mut storage, sample_every_syn, None)?;
+        let mut object_storage = MaybeUninit::uninit();
+        let loaded_skeleton = load_programs(&mut object_storage, sample_every_syn, None)?;
         let options = ServerOptions { interface_index: 0, pin_directory: PathBuf::new(), sample_every_syn };
-        Self::new(&skeleton, options, AttachMechanism::Tcx, false)
+        Self::new(&loaded_skeleton, options, AttachMechanism::Tcx, false)
     }
 
     fn new(
@@ -188,26 +192,26 @@ impl ServerPrograms {
         attachment: AttachMechanism,
         is_taken_over: bool,
     ) -> anyhow::Result<Self> {
-        let maps = &skeleton.maps;
-        let state = MmapArray::<intf::server_state>::new(&maps.bss).context("mapping server_state")?;
+        let skeleton_maps = &skeleton.maps;
+        let state = MmapArray::<intf::server_state>::new(&skeleton_maps.bss).context("mapping server_state")?;
         if !is_taken_over {
-            let key = CookieKey::random(&mut UnwrapErr(SysRng));
-            state.write(TIME_KEY_OFFSET, &key.to_bpf_key());
+            let time_key = CookieKey::random(&mut UnwrapErr(SysRng));
+            state.write(TIME_KEY_OFFSET, &time_key.to_bpf_key());
         }
         state.store(offset_of!(intf::server_state, layout_version), intf::SERVER_LAYOUT_VERSION.into());
         Ok(Self {
             options,
-            attachment,
+            attach_mechanism: attachment,
             is_taken_over,
-            ingress: skeleton.progs.server_ingress.as_fd().try_clone_to_owned()?,
-            egress: skeleton.progs.server_egress.as_fd().try_clone_to_owned()?,
-            rss_map: maps.rss_mapping.as_fd().try_clone_to_owned()?,
+            ingress_program: skeleton.progs.server_ingress.as_fd().try_clone_to_owned()?,
+            egress_program: skeleton.progs.server_egress.as_fd().try_clone_to_owned()?,
+            rss_map: skeleton_maps.rss_mapping.as_fd().try_clone_to_owned()?,
             state,
-            counter_rows: libbpf_rs::num_possible_cpus()?.min(intf::MAX_CPUS as usize),
-            rss: MmapArray::new(&maps.rss_mapping).context("mapping rss_mapping")?,
-            chained_servers: MmapArray::new(&maps.bss_chained).context("mapping chained_servers")?,
-            outer_ipv6: false,
-            pending_upgrade: None,
+            counter_row_count: libbpf_rs::num_possible_cpus()?.min(intf::MAX_CPUS as usize),
+            rss_mapping: MmapArray::new(&skeleton_maps.rss_mapping).context("mapping rss_mapping")?,
+            chained_server_entries: MmapArray::new(&skeleton_maps.bss_chained).context("mapping chained_servers")?,
+            has_ipv6_outer_headers: false,
+            pending_upgrade_maps: None,
         })
     }
 
@@ -217,15 +221,15 @@ impl ServerPrograms {
     }
 
     /// Returns the mechanism by which the programs are attached.
-    pub fn attachment(&self) -> AttachMechanism {
-        self.attachment
+    pub fn attach_mechanism(&self) -> AttachMechanism {
+        self.attach_mechanism
     }
 
     /// Returns the file descriptor of the program for one direction, for `BPF_PROG_TEST_RUN`.
     pub fn program(&self, direction: Direction) -> BorrowedFd<'_> {
         match direction {
-            Direction::Ingress => self.ingress.as_fd(),
-            Direction::Egress => self.egress.as_fd(),
+            Direction::Ingress => self.ingress_program.as_fd(),
+            Direction::Egress => self.egress_program.as_fd(),
         }
     }
 
@@ -236,28 +240,29 @@ impl ServerPrograms {
 
     /// Sets the address family of outer headers, IPv4 by default, to that of `address`, this server's address. It
     /// applies from the next [`set_services`](Self::set_services) on.
-    pub fn set_outer_family(&mut self, address: IpAddr) {
-        self.outer_ipv6 = address.is_ipv6();
+    pub fn set_outer_address_family(&mut self, address: IpAddr) {
+        self.has_ipv6_outer_headers = address.is_ipv6();
     }
 
     /// Replaces the services of this server atomically, each with the server's id in the service and the mode. Fails
     /// when there are too many services, or a service is listed twice.
     pub fn set_services(&mut self, services: &[(ServiceAddress, ServerId, ServiceMode)]) -> anyhow::Result<()> {
-        let number = |id, mode| slot_number(id, mode, self.outer_ipv6);
-        let numbered: Vec<_> = services.iter().map(|(address, id, mode)| (*address, number(*id, *mode))).collect();
-        let directory = service_slots::build_directory(&numbered)?;
-        let idle = self.active_half() ^ 1;
-        self.state.write(half_offset(idle), &*directory);
-        self.state.store(ACTIVE_HALF_OFFSET, idle);
-        wait_for_programs()?;
+        let slot_number_for = |id, mode| encode_slot_number(id, mode, self.has_ipv6_outer_headers);
+        let addresses_with_numbers: Vec<_> =
+            services.iter().map(|(address, id, mode)| (*address, slot_number_for(*id, *mode))).collect();
+        let service_directory = service_slots::build_server_directory(&addresses_with_numbers)?;
+        let idle_half = self.active_half() ^ 1;
+        self.state.write(directory_half_offset(idle_half), &*service_directory);
+        self.state.store(ACTIVE_HALF_OFFSET, idle_half);
+        wait_for_running_programs()?;
         self.commit_upgrade()
     }
 
     /// Returns whether the service's last SYN-ACK was forwarded: the listening socket is in another network namespace.
-    pub fn is_forwarded(&self, service: &ServiceAddress) -> bool {
-        let word = service_slots::service_word(&service.key());
-        let slot = service_slots::forwarded_slot(word) * size_of::<u64>();
-        self.state.load(offset_of!(intf::server_state, forwarded_services) + slot) == word
+    pub fn forwards_syn_acks(&self, service: &ServiceAddress) -> bool {
+        let service_word = service_slots::service_hash_word(&service.key());
+        let slot_offset = service_slots::forwarded_service_index(service_word) * size_of::<u64>();
+        self.state.load(offset_of!(intf::server_state, forwarded_services) + slot_offset) == service_word
     }
 
     fn active_half(&self) -> u64 {
@@ -268,56 +273,62 @@ impl ServerPrograms {
     /// timestamps). `None`: the address is unknown, and packets for that server are not forwarded.
     pub fn set_server_mac(&mut self, server: ServerId, mac: Option<MacAddress>) {
         let MacAddress(mac_address) = mac.unwrap_or(MacAddress([0; 6]));
-        let flags = if mac.is_some() { intf::SERVER_RESOLVED as u16 } else { 0 };
-        let entry = intf::server_entry { mac_address, flags };
-        self.chained_servers.write(usize::from(server.get()) * size_of::<intf::server_entry>(), &entry);
+        let server_flags = if mac.is_some() { intf::SERVER_RESOLVED as u16 } else { 0 };
+        let server_entry = intf::server_entry { mac_address, flags: server_flags };
+        self.chained_server_entries.write(usize::from(server.get()) * size_of::<intf::server_entry>(), &server_entry);
     }
 
     /// Returns whether any service is configured.
     pub fn has_services(&self) -> bool {
-        let directory = self.state.read::<intf::service_directory>(half_offset(self.active_half()));
-        directory.slots.iter().any(|slot| slot.key.port != 0)
+        let service_directory = self.state.read::<intf::service_directory>(directory_half_offset(self.active_half()));
+        service_directory.slots.iter().any(|slot| slot.key.port != 0)
     }
 
     /// Sets the cookie keys of the fleet. From the TSval `switch_ms` on (by the server's own clock, in ms), packets are
     /// stamped with the current key, before with the other. `switch_ms` is within 2^31 ms of now. When the current key
     /// changes, `switch_ms` must be later than every sent packet, and the whole fleet must have both keys.
-    pub fn set_keys(&mut self, keys: &FleetKeys, switch_ms: u32) {
-        let key = keys.keys.map(|key| key.to_bpf_key());
-        let current = u64::from(switch_ms) << 32 | keys.current.get() as u64;
+    pub fn set_keys(&mut self, keys: &FleetCookieKeys, switch_ms: u32) {
+        let bpf_keys = keys.keys.map(|key| key.to_bpf_key());
+        let switch_and_current_word = u64::from(switch_ms) << 32 | keys.current.get() as u64;
         // The keys are written first: the new current key replaces an unused key.
-        self.state.write(KEYS_OFFSET, &key);
-        self.state.store(KEYS_OFFSET + offset_of!(intf::fleet_keys, current), current);
+        self.state.write(KEYS_OFFSET, &bpf_keys);
+        self.state.store(KEYS_OFFSET + offset_of!(intf::fleet_keys, current), switch_and_current_word);
     }
 
     /// Returns the keys and `switch_ms` set by [`set_keys`](Self::set_keys), also by an earlier process.
-    pub fn keys(&self) -> (FleetKeys, u32) {
-        let keys = self.state.read::<intf::fleet_keys>(KEYS_OFFSET);
-        let current = if keys.current == 0 { KeyIndex::First } else { KeyIndex::Second };
-        (FleetKeys { keys: keys.key.map(|key| CookieKey { k0: key.k0, k1: key.k1 }), current }, keys.switch_ms)
+    pub fn keys_and_switch_ms(&self) -> (FleetCookieKeys, u32) {
+        let stored_keys = self.state.read::<intf::fleet_keys>(KEYS_OFFSET);
+        let current_index = if stored_keys.current == 0 { KeyIndex::First } else { KeyIndex::Second };
+        (
+            FleetCookieKeys {
+                keys: stored_keys.key.map(|key| CookieKey { k0: key.k0, k1: key.k1 }),
+                current: current_index,
+            },
+            stored_keys.switch_ms,
+        )
     }
 
     /// Keeps the stored times of TSval clamps within 2^29 ms of `now_ms`, by the server's own clock. To be called at
     /// least every few days, because the PAWS clamp compares 32-bit times.
     pub fn refresh_clamp_times(&mut self, now_ms: u32) {
-        let first = offset_of!(intf::server_state, last_clamp_ms);
+        let first_offset = offset_of!(intf::server_state, last_clamp_ms);
         for group in 0..intf::CLAMP_GROUPS as usize {
-            let last = self.state.word32(first + group * size_of::<u32>());
-            let seen = last.load(Ordering::Relaxed);
-            let past = now_ms.wrapping_sub(seen) as i32;
+            let clamp_time = self.state.word32(first_offset + group * size_of::<u32>());
+            let stored_ms = clamp_time.load(Ordering::Relaxed);
+            let age_ms = now_ms.wrapping_sub(stored_ms) as i32;
             // A time that seems to be in the future was never set: it is 0, and the clock is beyond 2^31 ms.
-            if !(-LAST_CLAMP_AHEAD_MS..=LAST_CLAMP_OLDEST_MS).contains(&past) {
-                let old = now_ms.wrapping_sub(LAST_CLAMP_OLDEST_MS as u32);
+            if !(-MAX_CLAMP_AHEAD_MS..=MAX_CLAMP_AGE_MS).contains(&age_ms) {
+                let oldest_ms = now_ms.wrapping_sub(MAX_CLAMP_AGE_MS as u32);
                 // The exchange fails if a packet was clamped since, which is newer.
-                let _ = last.compare_exchange(seen, old, Ordering::Relaxed, Ordering::Relaxed);
+                let _ = clamp_time.compare_exchange(stored_ms, oldest_ms, Ordering::Relaxed, Ordering::Relaxed);
             }
         }
     }
 
     /// Returns the key that masks the time part of this server's stamps. It is random, drawn when the state is created.
     pub fn time_key(&self) -> CookieKey {
-        let key = self.state.read::<intf::cookie_key>(TIME_KEY_OFFSET);
-        CookieKey { k0: key.k0, k1: key.k1 }
+        let stored_key = self.state.read::<intf::cookie_key>(TIME_KEY_OFFSET);
+        CookieKey { k0: stored_key.k0, k1: stored_key.k1 }
     }
 
     /// Sets the server's RSS configuration, for sampling and steering; `None`: it is unknown. `generation` is the
@@ -325,29 +336,29 @@ impl ServerPrograms {
     ///
     /// During the change no receive queue is predicted. A program that is already reading the old table may read parts
     /// of the new one; the verdict over many SYNs tolerates such a sample.
-    pub fn set_rss(&mut self, rss: Option<&RssConfig>, generation: u32) {
+    pub fn set_rss_config(&mut self, rss: Option<&RssConfig>, generation: u32) {
         // The first word of the map: entry_count in the lower half, generation in the upper half.
-        let header = |entry_count: u32| u64::from(generation) << 32 | u64::from(entry_count);
-        self.rss.store(0, header(0));
+        let header_word = |entry_count: u32| u64::from(generation) << 32 | u64::from(entry_count);
+        self.rss_mapping.store(0, header_word(0));
         if let Some(rss) = rss {
-            let mut mapping = rss.mapping(generation);
-            let entry_count = std::mem::take(&mut mapping.entry_count);
-            self.rss.write(0, &*mapping);
-            self.rss.store(0, header(entry_count));
+            let mut rss_mapping = rss.to_bpf_mapping(generation);
+            let entry_count = std::mem::take(&mut rss_mapping.entry_count);
+            self.rss_mapping.write(0, &*rss_mapping);
+            self.rss_mapping.store(0, header_word(entry_count));
         }
     }
 
     /// Returns the counters in the order of [`COUNTER_NAMES`], counted since the state was created.
     pub fn counters(&self) -> [u64; COUNTER_COUNT] {
-        let mut sums = [0u64; COUNTER_COUNT];
-        let counters = offset_of!(intf::server_state, counters);
-        for row in 0..self.counter_rows {
-            let row = counters + row * size_of::<intf::server_counters>();
-            for (index, sum) in sums.iter_mut().enumerate() {
-                *sum = sum.wrapping_add(self.state.load(row + index * size_of::<u64>()));
+        let mut counter_sums = [0u64; COUNTER_COUNT];
+        let counters_offset = offset_of!(intf::server_state, counters);
+        for row in 0..self.counter_row_count {
+            let row_offset = counters_offset + row * size_of::<intf::server_counters>();
+            for (index, sum) in counter_sums.iter_mut().enumerate() {
+                *sum = sum.wrapping_add(self.state.load(row_offset + index * size_of::<u64>()));
             }
         }
-        sums
+        counter_sums
     }
 
     /// Returns the value of one counter, counted since the state was created.
@@ -356,18 +367,19 @@ impl ServerPrograms {
     }
 
     /// Returns the sequence number of the newest sample; 0: no SYN has been sampled.
-    pub fn newest_sample(&self) -> u32 {
+    pub fn newest_sample_sequence(&self) -> u32 {
         self.state.load(offset_of!(intf::server_state, sample_sequence)) as u32
     }
 
     /// Returns the SYN samples with sequence numbers after `after` (0: all), oldest first. Only the last
     /// [`RSS_SAMPLES`](intf::RSS_SAMPLES) are stored, so older ones may be missing.
-    pub fn samples(&self, after: u32) -> Vec<intf::rss_sample> {
-        let samples = offset_of!(intf::server_state, samples);
-        let all = self.state.read::<[intf::rss_sample; intf::RSS_SAMPLES as usize]>(samples);
-        let mut samples: Vec<_> = all.into_iter().filter(|sample| is_newer(sample.sequence, after)).collect();
-        samples.sort_by_key(|sample| sample.sequence.wrapping_sub(after));
-        samples
+    pub fn samples_after(&self, after: u32) -> Vec<intf::rss_sample> {
+        let samples_offset = offset_of!(intf::server_state, samples);
+        let stored_samples = self.state.read::<[intf::rss_sample; intf::RSS_SAMPLES as usize]>(samples_offset);
+        let mut newer_samples: Vec<_> =
+            stored_samples.into_iter().filter(|sample| is_sample_newer(sample.sequence, after)).collect();
+        newer_samples.sort_by_key(|sample| sample.sequence.wrapping_sub(after));
+        newer_samples
     }
 
     /// Detaches the programs and removes their pins. Connections whose packets are stamped break.
@@ -378,20 +390,20 @@ impl ServerPrograms {
 
 /// Detaches the programs of [`ServerPrograms::attach`] from a device, and removes their pins.
 pub fn remove(interface_index: u32, pin_directory: &Path) -> anyhow::Result<()> {
-    let pins = pin_directory.join("server");
-    tc::detach(interface_index, Direction::Egress, &pins.join("egress"))?;
-    tc::detach(interface_index, Direction::Ingress, &pins.join("ingress"))?;
-    remove_maps(&pins)?;
-    fs::remove_dir(&pins).with_context(|| pins.display().to_string())
+    let server_directory = pin_directory.join("server");
+    tc::detach(interface_index, Direction::Egress, &server_directory.join("egress"))?;
+    tc::detach(interface_index, Direction::Ingress, &server_directory.join("ingress"))?;
+    unpin_maps(&server_directory)?;
+    fs::remove_dir(&server_directory).with_context(|| server_directory.display().to_string())
 }
 
 /// Fails when another stamping program is attached: each would overwrite the other's cookies, and no connection could
 /// open. (Before kernel 6.6 the fixed handle in the clsact qdisc excludes a second program.)
-fn ensure_only_stamper(interface_index: u32, pin_directory: &Path) -> anyhow::Result<()> {
-    for elsewhere in pins::other_directories(pin_directory, "server/egress") {
-        let pin = elsewhere.join("server").join("egress");
+fn ensure_no_other_stamper(interface_index: u32, pin_directory: &Path) -> anyhow::Result<()> {
+    for elsewhere in pins::other_pin_directories(pin_directory, "server/egress") {
+        let egress_pin = elsewhere.join("server").join("egress");
         ensure!(
-            !tc::is_attached(interface_index, Direction::Egress, &pin).unwrap_or(false),
+            !tc::is_attached(interface_index, Direction::Egress, &egress_pin).unwrap_or(false),
             "what is pinned in {} is at the interface of index {interface_index} already: expected `pin_directory` to \
              be that, or \
              first `coreward agent --detach` with that in its file",
@@ -402,62 +414,65 @@ fn ensure_only_stamper(interface_index: u32, pin_directory: &Path) -> anyhow::Re
 }
 
 /// Maximum age of a stored clamp time in ms; an older time is set to this age.
-const LAST_CLAMP_OLDEST_MS: i32 = 1 << 29;
+const MAX_CLAMP_AGE_MS: i32 = 1 << 29;
 /// Maximum time by which a stored clamp time may be in the future, because another CPU's clock may be ahead.
-const LAST_CLAMP_AHEAD_MS: i32 = 60_000;
+const MAX_CLAMP_AHEAD_MS: i32 = 60_000;
 
 const KEYS_OFFSET: usize = offset_of!(intf::server_state, keys);
 const TIME_KEY_OFFSET: usize = offset_of!(intf::server_state, time_key);
 const ACTIVE_HALF_OFFSET: usize =
     offset_of!(intf::server_state, directories) + offset_of!(intf::service_directories, active);
 
-fn half_offset(half: u64) -> usize {
+fn directory_half_offset(half: u64) -> usize {
     offset_of!(intf::server_state, directories)
         + offset_of!(intf::service_directories, half)
         + half as usize * size_of::<intf::service_directory>()
 }
 
 /// Returns whether a sample is newer than `after`. Sequence numbers wrap; 0 marks a sample that was never written.
-fn is_newer(sequence: u32, after: u32) -> bool {
+fn is_sample_newer(sequence: u32, after: u32) -> bool {
     sequence != 0 && sequence != after && sequence.wrapping_sub(after) < u32::MAX / 2
 }
 
 const MAP_NAMES: [&str; 6] =
     ["state", "held_timestamps", "half_open_indexes", "connection_indexes", "chained_servers", "rss_mapping"];
 
-const LINKS: [&str; 2] = ["ingress", "egress"];
+const LINK_NAMES: [&str; 2] = ["ingress", "egress"];
 
-fn maps_of(skeleton: &ServerSkel<'_>) -> anyhow::Result<[OwnedFd; MAP_NAMES.len()]> {
-    let maps = &skeleton.maps;
-    let in_order = [
-        maps.bss.as_fd(),
-        maps.held_timestamps.as_fd(),
-        maps.half_open_indexes.as_fd(),
-        maps.connection_indexes.as_fd(),
-        maps.bss_chained.as_fd(),
-        maps.rss_mapping.as_fd(),
+fn maps_in_name_order(skeleton: &ServerSkel<'_>) -> anyhow::Result<[OwnedFd; MAP_NAMES.len()]> {
+    let skeleton_maps = &skeleton.maps;
+    let map_fds = [
+        skeleton_maps.bss.as_fd(),
+        skeleton_maps.held_timestamps.as_fd(),
+        skeleton_maps.half_open_indexes.as_fd(),
+        skeleton_maps.connection_indexes.as_fd(),
+        skeleton_maps.bss_chained.as_fd(),
+        skeleton_maps.rss_mapping.as_fd(),
     ];
-    let owned: Vec<OwnedFd> = in_order.iter().map(BorrowedFd::try_clone_to_owned).collect::<Result<_, _>>()?;
-    Ok(owned.try_into().expect("one per name"))
+    let owned_fds: Vec<OwnedFd> = map_fds.iter().map(BorrowedFd::try_clone_to_owned).collect::<Result<_, _>>()?;
+    Ok(owned_fds.try_into().expect("one per name"))
 }
 
 /// Encodes the server's id and the flags of the mode as the number in a service's slot.
-fn slot_number(id: ServerId, mode: ServiceMode, outer_ipv6: bool) -> u32 {
+fn encode_slot_number(id: ServerId, mode: ServiceMode, outer_ipv6: bool) -> u32 {
     let encapsulates = mode.forwarding.encapsulates();
-    let flag = |set: bool, flag: u32| if set { flag } else { 0 };
+    let flag_if = |set: bool, flag: u32| if set { flag } else { 0 };
     u32::from(id.get())
-        | flag(mode.is_stamped() && mode.consistency == Consistency::Stateful, intf::SERVER_NUMBER_STATEFUL)
-        | flag(!mode.is_stamped(), intf::SERVER_NUMBER_TIMESTAMPS_OFF)
-        | flag(mode.marks_previous_server(), intf::SERVER_NUMBER_CHAINED)
-        | flag(encapsulates, intf::SERVER_NUMBER_ENCAPSULATED)
-        | flag(encapsulates && outer_ipv6, intf::SERVER_NUMBER_OUTER_IPV6)
+        | flag_if(
+            mode.is_stamped_by_servers() && mode.consistency == Consistency::Stateful,
+            intf::SERVER_NUMBER_STATEFUL,
+        )
+        | flag_if(!mode.is_stamped_by_servers(), intf::SERVER_NUMBER_TIMESTAMPS_OFF)
+        | flag_if(mode.marks_previous_server(), intf::SERVER_NUMBER_CHAINED)
+        | flag_if(encapsulates, intf::SERVER_NUMBER_ENCAPSULATED)
+        | flag_if(encapsulates && outer_ipv6, intf::SERVER_NUMBER_OUTER_IPV6)
 }
 
-fn remove_maps(pins: &Path) -> anyhow::Result<()> {
-    MAP_NAMES.iter().try_for_each(|map| remove_if_present(&pins.join(map)))
+fn unpin_maps(pins: &Path) -> anyhow::Result<()> {
+    MAP_NAMES.iter().try_for_each(|map| unpin_if_present(&pins.join(map)))
 }
 
-fn remove_if_present(path: &Path) -> anyhow::Result<()> {
+fn unpin_if_present(path: &Path) -> anyhow::Result<()> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error).context(path.display().to_string()),
         _ => Ok(()),
@@ -466,58 +481,59 @@ fn remove_if_present(path: &Path) -> anyhow::Result<()> {
 
 /// Returns why [`ServerPrograms::attach`] would not take over the state that is pinned below `pin_directory`; `None`:
 /// it would, or nothing is pinned. Fails when the pins cannot be opened.
-pub fn pinned_problem(pin_directory: &Path) -> anyhow::Result<Option<String>> {
-    problem_of_state(&pin_directory.join("server").join("state"))
+pub fn take_over_problem(pin_directory: &Path) -> anyhow::Result<Option<String>> {
+    state_take_over_problem(&pin_directory.join("server").join("state"))
 }
 
-fn problem_of_state(path: &Path) -> anyhow::Result<Option<String>> {
+fn state_take_over_problem(path: &Path) -> anyhow::Result<Option<String>> {
     if !path.exists() {
         return Ok(None);
     }
-    let map = MapHandle::from_pinned_path(path).with_context(|| path.display().to_string())?;
-    let (found, expected) = (map.value_size() as usize, size_of::<intf::server_state>());
+    let state_map = MapHandle::from_pinned_path(path).with_context(|| path.display().to_string())?;
+    let (found, expected) = (state_map.value_size() as usize, size_of::<intf::server_state>());
     if found != expected {
         return Ok(Some(format!("{}: {found} bytes of another version, expected {expected}", path.display())));
     }
-    let state = MmapArray::<intf::server_state>::new(&map)?;
+    let server_state = MmapArray::<intf::server_state>::new(&state_map)?;
     let (found, expected) =
-        (state.load(offset_of!(intf::server_state, layout_version)), intf::SERVER_LAYOUT_VERSION.into());
+        (server_state.load(offset_of!(intf::server_state, layout_version)), intf::SERVER_LAYOUT_VERSION.into());
     Ok((found != expected).then(|| format!("{}: layout {found}, expected {expected}", path.display())))
 }
 
-fn load<'object>(
+fn load_programs<'object>(
     storage: &'object mut MaybeUninit<libbpf_rs::OpenObject>,
     sample_every_syn: bool,
     pins: Option<&Path>,
 ) -> anyhow::Result<ServerSkel<'object>> {
-    let mut open: OpenServerSkel<'_> = ServerSkelBuilder::default().open(storage).context("bpf/server/server.bpf.c")?;
-    let rodata = open.maps.rodata_data.as_deref_mut().context("server.bpf.c without read-only data")?;
+    let mut open_skeleton: OpenServerSkel<'_> =
+        ServerSkelBuilder::default().open(storage).context("bpf/server/server.bpf.c")?;
+    let rodata = open_skeleton.maps.rodata_data.as_deref_mut().context("server.bpf.c without read-only data")?;
     rodata.sample_every_syn = sample_every_syn.into();
-    let pin = |name: &str| pins.map(|pins| pins.join(name));
+    let pin_path = |name: &str| pins.map(|pins| pins.join(name));
     for (map, name, capacity) in [
-        (&mut open.maps.held_timestamps, "held_timestamps", intf::MAX_CLAMPED_TIMESTAMPS),
-        (&mut open.maps.half_open_indexes, "half_open_indexes", intf::MAX_HALF_OPEN_INDEXES),
+        (&mut open_skeleton.maps.held_timestamps, "held_timestamps", intf::MAX_CLAMPED_TIMESTAMPS),
+        (&mut open_skeleton.maps.half_open_indexes, "half_open_indexes", intf::MAX_HALF_OPEN_INDEXES),
     ] {
-        lru::set_capacity(map, capacity, pin(name).as_deref())?;
+        lru::set_lru_capacity(map, capacity, pin_path(name).as_deref())?;
     }
     if let Some(pins) = pins {
-        let maps = &mut open.maps;
-        let pinned: [&mut OpenMapMut<'_>; MAP_NAMES.len()] = [
-            &mut maps.bss,
-            &mut maps.held_timestamps,
-            &mut maps.half_open_indexes,
-            &mut maps.connection_indexes,
-            &mut maps.bss_chained,
-            &mut maps.rss_mapping,
+        let skeleton_maps = &mut open_skeleton.maps;
+        let maps_in_name_order: [&mut OpenMapMut<'_>; MAP_NAMES.len()] = [
+            &mut skeleton_maps.bss,
+            &mut skeleton_maps.held_timestamps,
+            &mut skeleton_maps.half_open_indexes,
+            &mut skeleton_maps.connection_indexes,
+            &mut skeleton_maps.bss_chained,
+            &mut skeleton_maps.rss_mapping,
         ];
-        for (map, name) in pinned.into_iter().zip(MAP_NAMES) {
+        for (map, name) in maps_in_name_order.into_iter().zip(MAP_NAMES) {
             map.set_pin_path(pins.join(name)).context(name)?;
         }
     }
-    let skeleton = open.load().context("the kernel refused bpf/server/server.bpf.c")?;
+    let loaded_skeleton = open_skeleton.load().context("the kernel refused bpf/server/server.bpf.c")?;
     ensure!(
-        skeleton.maps.bss.value_size() as usize == size_of::<intf::server_state>(),
+        loaded_skeleton.maps.bss.value_size() as usize == size_of::<intf::server_state>(),
         "server.bpf.c keeps more than server_state"
     );
-    Ok(skeleton)
+    Ok(loaded_skeleton)
 }

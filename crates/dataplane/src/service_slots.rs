@@ -9,59 +9,59 @@ use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
 
 /// Stream of [`seeded_rng`] from which seeds are drawn.
-const RNG_STREAM_SLOT_SEEDS: u64 = 16;
+const SLOT_SEED_RNG_STREAM: u64 = 16;
 /// Maximum number of seeds that are tried. On a server with 128 keys in 1024 slots one seed in 4,000 fits, so all of
 /// these fail with probability e^-250. At the load balancer most seeds fit.
-const SEEDS_TRIED: usize = 1 << 20;
+const MAX_TRIED_SEEDS: usize = 1 << 20;
 
 /// Reason why no directory can be built for a list of services.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DirectoryError {
     /// There are more services than the directory holds.
     #[error("{0} services: expected at most {1}")]
-    TooMany(usize, u32),
+    TooManyServices(usize, u32),
     /// Two services have the same VIP, port and protocol.
     #[error("service {0} is listed twice")]
-    Duplicate(ServiceAddress),
+    DuplicateService(ServiceAddress),
     /// A service has port 0, which is no valid port.
     #[error("service {0}: expected a port from 1 to 65535")]
     PortZero(ServiceAddress),
     /// All [`MAX_TRIED_SEEDS`] seeds failed, which does not happen in practice.
     #[error("no perfect hash was found for {0} services")]
-    NoSeed(usize),
+    NoSuitableSeed(usize),
 }
 
 /// Returns the last 64 bits of a service's key (`struct service_key` of `bpf/include/intf.h`). They identify an IPv4
 /// service.
-fn tail(key: &intf::service_key) -> u64 {
+fn key_tail(key: &intf::service_key) -> u64 {
     u64::from(key.address[3]) | u64::from(key.port) << 32 | u64::from(key.protocol) << 48 | u64::from(key.family) << 56
 }
 
 /// Returns the word that is hashed to find a service's slot: the last 64 bits of its key, for IPv6 combined with the
 /// rest of the address.
-pub(crate) fn service_word(key: &intf::service_key) -> u64 {
+pub(crate) fn service_hash_word(key: &intf::service_key) -> u64 {
     if u32::from(key.family) == intf::ADDRESS_FAMILY_IPV4 {
-        return tail(key);
+        return key_tail(key);
     }
     let [first, middle, upper, _] = key.address.map(u64::from);
-    let mixed = first.wrapping_mul(intf::SERVICE_WORD_FIRST_FACTOR);
-    tail(key) ^ mixed ^ (middle | upper << 32).wrapping_mul(intf::SERVICE_WORD_MIDDLE_FACTOR)
+    let mixed_first_word = first.wrapping_mul(intf::SERVICE_WORD_FIRST_FACTOR);
+    key_tail(key) ^ mixed_first_word ^ (middle | upper << 32).wrapping_mul(intf::SERVICE_WORD_MIDDLE_FACTOR)
 }
 
 /// Returns the index in `forwarded_services` (`bpf/include/server.h`) of the service with this hash word.
-pub(crate) fn forwarded_slot(word: u64) -> usize {
+pub(crate) fn forwarded_service_index(word: u64) -> usize {
     (word.wrapping_mul(intf::FORWARDED_SERVICE_FACTOR) >> intf::FORWARDED_SERVICE_SHIFT) as usize
 }
 
-fn slot(word: u64, seed: u64) -> usize {
+fn server_slot(word: u64, seed: u64) -> usize {
     (word.wrapping_mul(seed) >> intf::SERVICE_SLOT_SHIFT) as usize
 }
 
 /// Returns the group of a word in a load balancer's directory, and its slot before displacement.
 fn group_and_slot(word: u64, seed: u64) -> (usize, u16) {
-    let hash = word.wrapping_mul(seed);
-    let slot = hash >> intf::LB_SERVICE_SLOT_SHIFT & u64::from(intf::LB_SERVICE_SLOTS - 1);
-    ((hash >> intf::LB_SERVICE_GROUP_SHIFT) as usize, slot as u16)
+    let word_hash = word.wrapping_mul(seed);
+    let undisplaced_slot = word_hash >> intf::LB_SERVICE_SLOT_SHIFT & u64::from(intf::LB_SERVICE_SLOTS - 1);
+    ((word_hash >> intf::LB_SERVICE_GROUP_SHIFT) as usize, undisplaced_slot as u16)
 }
 
 /// Returns the only slot of `directory` in which a service with this hash word may be.
@@ -72,54 +72,60 @@ fn lb_slot(directory: &intf::lb_service_directory, word: u64) -> usize {
 
 /// Returns a server's directory: the number of each service, and [`SERVICE_ADDRESS_ONLY`](intf::SERVICE_ADDRESS_ONLY)
 /// for each VIP (port and protocol 0). Fails for the reasons of [`DirectoryError`].
-pub fn build_directory(services: &[(ServiceAddress, u32)]) -> Result<Box<intf::service_directory>, DirectoryError> {
-    let mut directory: Box<intf::service_directory> = zerocopy::FromZeros::new_box_zeroed().expect("32 KB of memory");
+pub fn build_server_directory(
+    services: &[(ServiceAddress, u32)],
+) -> Result<Box<intf::service_directory>, DirectoryError> {
+    let mut server_directory: Box<intf::service_directory> =
+        zerocopy::FromZeros::new_box_zeroed().expect("32 KB of memory");
     let slots = build_slots(services, intf::MAX_SERVICES_OF_SERVER)?;
-    let words: Vec<u64> = slots.iter().map(|slot| service_word(&slot.key)).collect();
-    directory.seed = find_seed(&words).ok_or(DirectoryError::NoSeed(services.len()))?;
-    for (new, word) in slots.into_iter().zip(words) {
-        directory.slots[slot(word, directory.seed)] = new;
+    let service_words: Vec<u64> = slots.iter().map(|slot| service_hash_word(&slot.key)).collect();
+    server_directory.seed = find_server_seed(&service_words).ok_or(DirectoryError::NoSuitableSeed(services.len()))?;
+    for (new, word) in slots.into_iter().zip(service_words) {
+        server_directory.slots[server_slot(word, server_directory.seed)] = new;
     }
-    Ok(directory)
+    Ok(server_directory)
 }
 
 /// Builds a load balancer's directory, with the same entries. Fails for the reasons in [`DirectoryError`].
-pub fn lb_directory(services: &[(ServiceAddress, u32)]) -> Result<Box<intf::lb_service_directory>, DirectoryError> {
-    let mut directory: Box<intf::lb_service_directory> =
+pub fn build_lb_directory(
+    services: &[(ServiceAddress, u32)],
+) -> Result<Box<intf::lb_service_directory>, DirectoryError> {
+    let mut lb_directory: Box<intf::lb_service_directory> =
         zerocopy::FromZeros::new_box_zeroed().expect("140 KB of memory");
     let slots = build_slots(services, intf::MAX_SERVICES)?;
-    let words: Vec<u64> = slots.iter().map(|slot| service_word(&slot.key)).collect();
-    let (seed, displacement) = perfect_hash(&words).ok_or(DirectoryError::NoSeed(services.len()))?;
-    (directory.seed, directory.displacement) = (seed, displacement);
-    for (new, word) in slots.into_iter().zip(words) {
-        let slot = lb_slot(&directory, word);
-        directory.slots[slot] = new;
+    let service_words: Vec<u64> = slots.iter().map(|slot| service_hash_word(&slot.key)).collect();
+    let (seed, displacement) =
+        find_perfect_hash(&service_words).ok_or(DirectoryError::NoSuitableSeed(services.len()))?;
+    (lb_directory.seed, lb_directory.displacement) = (seed, displacement);
+    for (new, word) in slots.into_iter().zip(service_words) {
+        let slot_index = lb_slot(&lb_directory, word);
+        lb_directory.slots[slot_index] = new;
     }
-    Ok(directory)
+    Ok(lb_directory)
 }
 
 fn build_slots(services: &[(ServiceAddress, u32)], most: u32) -> Result<Vec<intf::service_slot>, DirectoryError> {
     if services.len() > most as usize {
-        return Err(DirectoryError::TooMany(services.len(), most));
+        return Err(DirectoryError::TooManyServices(services.len(), most));
     }
-    let mut seen = BTreeSet::new();
-    let mut slots = Vec::new();
+    let mut distinct_services = BTreeSet::new();
+    let mut service_slots = Vec::new();
     for (address, number) in services {
         if address.socket.port() == 0 {
             return Err(DirectoryError::PortZero(*address));
         }
-        if !seen.insert(*address) {
-            return Err(DirectoryError::Duplicate(*address));
+        if !distinct_services.insert(*address) {
+            return Err(DirectoryError::DuplicateService(*address));
         }
-        slots.push(intf::service_slot { number: *number, key: address.key(), reserved: 0 });
+        service_slots.push(intf::service_slot { number: *number, key: address.key(), reserved: 0 });
     }
-    let vips: BTreeSet<_> = services.iter().map(|(address, _)| VipKey::of(address)).collect();
-    slots.extend(vips.into_iter().map(|VipKey { address, family }| intf::service_slot {
+    let distinct_vips: BTreeSet<_> = services.iter().map(|(address, _)| VipKey::of(address)).collect();
+    service_slots.extend(distinct_vips.into_iter().map(|VipKey { address, family }| intf::service_slot {
         number: intf::SERVICE_ADDRESS_ONLY,
         key: intf::service_key { address, port: 0, protocol: 0, family },
         reserved: 0,
     }));
-    Ok(slots)
+    Ok(service_slots)
 }
 
 /// Address of a VIP, without port and protocol.
@@ -131,47 +137,48 @@ struct VipKey {
 
 impl VipKey {
     fn of(service: &ServiceAddress) -> Self {
-        let key = service.key();
-        Self { address: key.address, family: key.family }
+        let service_key = service.key();
+        Self { address: service_key.address, family: service_key.family }
     }
 }
 
-fn find_seed(words: &[u64]) -> Option<u64> {
-    let mut rng = seeded_rng(0, RNG_STREAM_SLOT_SEEDS);
-    (0..SEEDS_TRIED).map(|_| rng.next_u64() | 1).find(|seed| {
-        let mut used = [false; intf::SERVICE_SLOTS as usize];
-        words.iter().all(|word| !std::mem::replace(&mut used[slot(*word, *seed)], true))
+fn find_server_seed(words: &[u64]) -> Option<u64> {
+    let mut seed_rng = seeded_rng(0, SLOT_SEED_RNG_STREAM);
+    (0..MAX_TRIED_SEEDS).map(|_| seed_rng.next_u64() | 1).find(|seed| {
+        let mut is_slot_used = [false; intf::SERVICE_SLOTS as usize];
+        words.iter().all(|word| !std::mem::replace(&mut is_slot_used[server_slot(*word, *seed)], true))
     })
 }
 
-type Displacement = [u16; intf::LB_SERVICE_GROUPS as usize];
+type Displacements = [u16; intf::LB_SERVICE_GROUPS as usize];
 
 /// Finds a seed and displacements by which all words have different slots; `None`: no tried seed fits.
-fn perfect_hash(words: &[u64]) -> Option<(u64, Displacement)> {
-    let mut rng = seeded_rng(0, RNG_STREAM_SLOT_SEEDS);
-    let mut seeds = (0..SEEDS_TRIED).map(|_| rng.next_u64() | 1);
-    seeds.find_map(|seed| Some((seed, displacements(words, seed)?)))
+fn find_perfect_hash(words: &[u64]) -> Option<(u64, Displacements)> {
+    let mut seed_rng = seeded_rng(0, SLOT_SEED_RNG_STREAM);
+    let mut tried_seeds = (0..MAX_TRIED_SEEDS).map(|_| seed_rng.next_u64() | 1);
+    tried_seeds.find_map(|seed| Some((seed, find_displacements(words, seed)?)))
 }
 
 /// Finds displacements by which all words have different slots with this seed. The largest groups choose first.
-fn displacements(words: &[u64], seed: u64) -> Option<Displacement> {
-    let mut groups: Vec<(usize, Vec<u16>)> =
+fn find_displacements(words: &[u64], seed: u64) -> Option<Displacements> {
+    let mut slots_by_group: Vec<(usize, Vec<u16>)> =
         (0..intf::LB_SERVICE_GROUPS as usize).map(|group| (group, Vec::new())).collect();
     for word in words {
         let (group, slot) = group_and_slot(*word, seed);
-        groups[group].1.push(slot);
+        slots_by_group[group].1.push(slot);
     }
-    groups.sort_by_key(|(_, slots)| std::cmp::Reverse(slots.len()));
-    let mut used = [false; intf::LB_SERVICE_SLOTS as usize];
+    slots_by_group.sort_by_key(|(_, slots)| std::cmp::Reverse(slots.len()));
+    let mut is_slot_used = [false; intf::LB_SERVICE_SLOTS as usize];
     let mut displacements = [0; intf::LB_SERVICE_GROUPS as usize];
-    for (group, mut slots) in groups.into_iter().take_while(|(_, slots)| !slots.is_empty()) {
+    for (group, mut slots) in slots_by_group.into_iter().take_while(|(_, slots)| !slots.is_empty()) {
         slots.sort_unstable();
         if slots.windows(2).any(|pair| pair[0] == pair[1]) {
             return None;
         }
-        let fits = |displacement: &u16| slots.iter().all(|slot| !used[usize::from(slot ^ displacement)]);
-        let displacement = (0..intf::LB_SERVICE_SLOTS as u16).find(fits)?;
-        slots.iter().for_each(|slot| used[usize::from(slot ^ displacement)] = true);
+        let is_free_for_group =
+            |displacement: &u16| slots.iter().all(|slot| !is_slot_used[usize::from(slot ^ displacement)]);
+        let displacement = (0..intf::LB_SERVICE_SLOTS as u16).find(is_free_for_group)?;
+        slots.iter().for_each(|slot| is_slot_used[usize::from(slot ^ displacement)] = true);
         displacements[group] = displacement;
     }
     Some(displacements)
@@ -183,62 +190,66 @@ mod tests {
 
     use super::*;
 
-    fn service(text: &str) -> ServiceAddress {
+    fn parse_service(text: &str) -> ServiceAddress {
         ServiceAddress { socket: text.parse().unwrap(), protocol: Protocol::Tcp }
     }
 
     /// Returns `count` services on different VIPs, half of them IPv6. The last service is UDP at the first service's
     /// VIP. No port is 0 or 1, in either byte order.
-    fn many(count: u32) -> Vec<(ServiceAddress, u32)> {
-        let address = |n: u32| match n % 2 {
+    fn many_services(count: u32) -> Vec<(ServiceAddress, u32)> {
+        let service_text = |n: u32| match n % 2 {
             0 => format!("10.{}.{}.1:{}", 200 + n / 256, n % 256, 1024 + n),
             _ => format!("[2001:db8:{n:x}::1]:{}", 1024 + n),
         };
-        let mut services: Vec<_> = (0..count - 1).map(|n| (service(&address(n)), n)).collect();
+        let mut services: Vec<_> = (0..count - 1).map(|n| (parse_service(&service_text(n)), n)).collect();
         services.push((ServiceAddress { protocol: Protocol::Udp, ..services[0].0 }, count - 1));
         services
     }
 
     /// Checks that all services and VIPs are found, and other ports are not. `found` returns the slot that a program
     /// reads for a word.
-    fn all_are_found(services: &[(ServiceAddress, u32)], found: impl Fn(u64) -> intf::service_slot) {
-        let find = |key| Some(found(service_word(&key))).filter(|slot| slot.key == key).map(|slot| slot.number);
+    fn assert_all_found(services: &[(ServiceAddress, u32)], found: impl Fn(u64) -> intf::service_slot) {
+        let find_number =
+            |key| Some(found(service_hash_word(&key))).filter(|slot| slot.key == key).map(|slot| slot.number);
         for (address, number) in services {
-            let key = address.key();
-            assert_eq!(find(key), Some(*number));
-            let vip = intf::service_key { port: 0, protocol: 0, ..key };
-            assert_eq!(find(vip), Some(intf::SERVICE_ADDRESS_ONLY));
-            assert_eq!(find(intf::service_key { port: 0, ..key }), None);
-            assert_eq!(find(intf::service_key { port: 1, ..key }), None);
+            let service_key = address.key();
+            assert_eq!(find_number(service_key), Some(*number));
+            let vip_key = intf::service_key { port: 0, protocol: 0, ..service_key };
+            assert_eq!(find_number(vip_key), Some(intf::SERVICE_ADDRESS_ONLY));
+            assert_eq!(find_number(intf::service_key { port: 0, ..service_key }), None);
+            assert_eq!(find_number(intf::service_key { port: 1, ..service_key }), None);
         }
     }
 
     /// The service is looked up as by `find_service` in bpf/include/service.h.
     #[test]
-    fn server_finds_the_maximum_of_services() {
-        let services = many(intf::MAX_SERVICES_OF_SERVER);
-        let directory = build_directory(&services).unwrap();
-        all_are_found(&services, |word| directory.slots[slot(word, directory.seed)]);
+    fn server_directory_finds_the_maximum_number_of_services() {
+        let services = many_services(intf::MAX_SERVICES_OF_SERVER);
+        let directory = build_server_directory(&services).unwrap();
+        assert_all_found(&services, |word| directory.slots[server_slot(word, directory.seed)]);
     }
 
     /// The service is looked up as by `find_lb_service` in bpf/include/service.h.
     #[test]
-    fn load_balancer_finds_the_maximum_of_services() {
+    fn lb_directory_finds_the_maximum_number_of_services() {
         for count in [2, 64, intf::MAX_SERVICES] {
-            let services = many(count);
-            let directory = lb_directory(&services).unwrap();
-            all_are_found(&services, |word| directory.slots[lb_slot(&directory, word)]);
+            let services = many_services(count);
+            let directory = build_lb_directory(&services).unwrap();
+            assert_all_found(&services, |word| directory.slots[lb_slot(&directory, word)]);
         }
     }
 
     #[test]
     fn invalid_service_lists_are_rejected() {
-        let text = |services: &[(ServiceAddress, u32)]| build_directory(services).unwrap_err().to_string();
-        let listed = service("10.0.0.1:80");
-        assert_eq!(text(&[(listed, 0), (listed, 1)]), "service 10.0.0.1:80/tcp is listed twice");
-        assert_eq!(text(&vec![(listed, 0); 65]), "65 services: expected at most 64");
-        let too_many = lb_directory(&vec![(listed, 0); 1025]).unwrap_err().to_string();
-        assert_eq!(too_many, "1025 services: expected at most 1024");
-        assert_eq!(text(&[(service("10.0.0.1:0"), 0)]), "service 10.0.0.1:0/tcp: expected a port from 1 to 65535");
+        let error_text = |services: &[(ServiceAddress, u32)]| build_server_directory(services).unwrap_err().to_string();
+        let listed_service = parse_service("10.0.0.1:80");
+        assert_eq!(error_text(&[(listed_service, 0), (listed_service, 1)]), "service 10.0.0.1:80/tcp is listed twice");
+        assert_eq!(error_text(&vec![(listed_service, 0); 65]), "65 services: expected at most 64");
+        let too_many_error = build_lb_directory(&vec![(listed_service, 0); 1025]).unwrap_err().to_string();
+        assert_eq!(too_many_error, "1025 services: expected at most 1024");
+        assert_eq!(
+            error_text(&[(parse_service("10.0.0.1:0"), 0)]),
+            "service 10.0.0.1:0/tcp: expected a port from 1 to 65535"
+        );
     }
 }

@@ -12,17 +12,17 @@ use nix::errno::Errno;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// Inode number of a socket, which identifies it for its lifetime.
-pub type Inode = u64;
+pub type SocketInode = u64;
 
 /// struct nlmsghdr of linux/netlink.h, the header of a netlink message. (The type in libc lacks zerocopy's traits.)
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 struct NetlinkHeader {
     length: u32,
-    kind: u16,
+    message_type: u16,
     flags: u16,
     sequence: u32,
-    port: u32,
+    port_id: u32,
 }
 
 /// struct inet_diag_sockid of linux/inet_diag.h: addresses and ports of a socket, in network byte order.
@@ -31,9 +31,9 @@ struct NetlinkHeader {
 struct SocketId {
     source_port: [u8; 2],
     destination_port: [u8; 2],
-    source: [u8; 16],
-    destination: [u8; 16],
-    interface: u32,
+    source_address: [u8; 16],
+    destination_address: [u8; 16],
+    interface_index: u32,
     cookie: [u32; 2],
 }
 
@@ -46,47 +46,47 @@ struct InetDiagRequest {
     protocol: u8,
     extensions: u8,
     padding: u8,
-    states: u32,
-    id: SocketId,
+    state_mask: u32,
+    socket_id: SocketId,
 }
 
 const SOCK_DIAG_BY_FAMILY: u16 = 20;
 /// Offset of inet_diag_msg.idiag_state in a reply, after the header and the family.
 const STATE_OFFSET: usize = size_of::<NetlinkHeader>() + 1;
 /// TCP_LISTEN of include/net/tcp_states.h. A look-up without a connection finds the listening socket instead.
-const LISTEN: u8 = 10;
+const TCP_LISTEN: u8 = 10;
 /// Number of queries sent at once, whose replies fit the smallest receive buffer.
 const QUERIES_PER_BATCH: usize = 64;
 
-fn request(sequence: u32, connection: &FourTuple) -> InetDiagRequest {
-    let address = |socket: SocketAddr| {
-        let mut bytes = [0; 16];
+fn socket_request(sequence: u32, connection: &FourTuple) -> InetDiagRequest {
+    let address_bytes = |socket: SocketAddr| {
+        let mut padded_bytes = [0; 16];
         match socket {
-            SocketAddr::V4(v4) => bytes[..4].copy_from_slice(&v4.ip().octets()),
-            SocketAddr::V6(v6) => bytes = v6.ip().octets(),
+            SocketAddr::V4(v4) => padded_bytes[..4].copy_from_slice(&v4.ip().octets()),
+            SocketAddr::V6(v6) => padded_bytes = v6.ip().octets(),
         }
-        bytes
+        padded_bytes
     };
     let (client, vip) = (connection.client(), connection.vip());
     InetDiagRequest {
         header: NetlinkHeader {
             length: size_of::<InetDiagRequest>() as u32,
-            kind: SOCK_DIAG_BY_FAMILY,
+            message_type: SOCK_DIAG_BY_FAMILY,
             flags: libc::NLM_F_REQUEST as u16,
             sequence,
-            port: 0,
+            port_id: 0,
         },
         family: if client.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 } as u8,
         protocol: libc::IPPROTO_TCP as u8,
         extensions: 0,
         padding: 0,
-        states: u32::MAX,
-        id: SocketId {
+        state_mask: u32::MAX,
+        socket_id: SocketId {
             source_port: vip.port().to_be_bytes(),
             destination_port: client.port().to_be_bytes(),
-            source: address(vip),
-            destination: address(client),
-            interface: 0,
+            source_address: address_bytes(vip),
+            destination_address: address_bytes(client),
+            interface_index: 0,
             // INET_DIAG_NOCOOKIE: any socket.
             cookie: [u32::MAX; 2],
         },
@@ -96,37 +96,42 @@ fn request(sequence: u32, connection: &FourTuple) -> InetDiagRequest {
 /// Returns for each connection, in order, whether this host has a socket of it: established, half-open, closing or in
 /// TIME-WAIT. This takes about 2 us of CPU per connection. Fails when the kernel has no sock_diag(7) for TCP, or does
 /// not answer.
-pub fn have_sockets(connections: &[FourTuple]) -> anyhow::Result<Vec<bool>> {
-    static SUPPORTED: OnceLock<()> = OnceLock::new();
-    if SUPPORTED.get().is_none() {
-        counts::ensure_supported()?;
-        SUPPORTED.get_or_init(|| ());
+pub fn have_open_sockets(connections: &[FourTuple]) -> anyhow::Result<Vec<bool>> {
+    static CHECKED_SUPPORT: OnceLock<()> = OnceLock::new();
+    if CHECKED_SUPPORT.get().is_none() {
+        counts::ensure_sock_diag_supports_tcp()?;
+        CHECKED_SUPPORT.get_or_init(|| ());
     }
-    let socket = open()?;
-    let mut found = vec![false; connections.len()];
-    for (batch, found) in connections.chunks(QUERIES_PER_BATCH).zip(found.chunks_mut(QUERIES_PER_BATCH)) {
-        let requests: Vec<InetDiagRequest> =
-            (0..).zip(batch).map(|(sequence, tuple)| request(sequence, tuple)).collect();
-        let sent = nix::unistd::write(&socket, requests.as_bytes()).context("asking sock_diag")?;
-        ensure!(sent == size_of_val(&requests[..]), "sock_diag took {sent} bytes of {} questions", batch.len());
-        let mut answered = 0;
-        while answered < batch.len() {
-            let mut buffer = [0; 16384];
-            let length = nix::unistd::read(&socket, &mut buffer).context("no answer from sock_diag")?;
-            answered += read_answers(&buffer[..length], found)?;
+    let diag_socket = open_diag_socket()?;
+    let mut are_found = vec![false; connections.len()];
+    for (batch, found) in connections.chunks(QUERIES_PER_BATCH).zip(are_found.chunks_mut(QUERIES_PER_BATCH)) {
+        let socket_requests: Vec<InetDiagRequest> =
+            (0..).zip(batch).map(|(sequence, tuple)| socket_request(sequence, tuple)).collect();
+        let written_bytes = nix::unistd::write(&diag_socket, socket_requests.as_bytes()).context("asking sock_diag")?;
+        ensure!(
+            written_bytes == size_of_val(&socket_requests[..]),
+            "sock_diag took {written_bytes} bytes of {} questions",
+            batch.len()
+        );
+        let mut answer_count = 0;
+        while answer_count < batch.len() {
+            let mut answer_buffer = [0; 16384];
+            let answer_length =
+                nix::unistd::read(&diag_socket, &mut answer_buffer).context("no answer from sock_diag")?;
+            answer_count += read_answers(&answer_buffer[..answer_length], found)?;
         }
     }
-    Ok(found)
+    Ok(are_found)
 }
 
 /// Opens a sock_diag(7) socket with a receive timeout of one second.
-fn open() -> anyhow::Result<OwnedFd> {
-    let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC;
+fn open_diag_socket() -> anyhow::Result<OwnedFd> {
+    let socket_type = libc::SOCK_RAW | libc::SOCK_CLOEXEC;
     // SAFETY: socket() returns a new descriptor that nothing else owns, or -1, which is checked.
-    let socket = unsafe { libc::socket(libc::AF_NETLINK, kind, libc::NETLINK_SOCK_DIAG) };
-    Errno::result(socket).context("a socket for sock_diag")?;
+    let raw_fd = unsafe { libc::socket(libc::AF_NETLINK, socket_type, libc::NETLINK_SOCK_DIAG) };
+    Errno::result(raw_fd).context("a socket for sock_diag")?;
     // SAFETY: the descriptor was just made and nothing else owns it.
-    let socket = unsafe { OwnedFd::from_raw_fd(socket) };
+    let socket = unsafe { OwnedFd::from_raw_fd(raw_fd) };
     let receive_timeout = libc::timeval { tv_sec: 1, tv_usec: 0 };
     // SAFETY: pointer and length are those of a live timeval.
     let result = unsafe {
@@ -145,25 +150,27 @@ fn open() -> anyhow::Result<OwnedFd> {
 
 /// Records the replies of one read in `found`. Returns the number of replies.
 fn read_answers(mut bytes: &[u8], found: &mut [bool]) -> anyhow::Result<usize> {
-    let mut answers = 0;
+    let mut answer_count = 0;
     while let Ok((header, _)) = NetlinkHeader::read_from_prefix(bytes) {
         let message = bytes.get(..header.length as usize).context("sock_diag: a message cut short")?;
-        let place = found.get_mut(header.sequence as usize).context("sock_diag: an answer that was not asked for")?;
-        match header.kind {
-            SOCK_DIAG_BY_FAMILY => *place = message.get(STATE_OFFSET).is_some_and(|state| *state != LISTEN),
+        let is_found =
+            found.get_mut(header.sequence as usize).context("sock_diag: an answer that was not asked for")?;
+        match header.message_type {
+            SOCK_DIAG_BY_FAMILY => *is_found = message.get(STATE_OFFSET).is_some_and(|state| *state != TCP_LISTEN),
             kind if i32::from(kind) == libc::NLMSG_ERROR => {
-                let code = message.get(size_of::<NetlinkHeader>()..).and_then(|rest| i32::read_from_prefix(rest).ok());
-                match code.map(|(code, _)| Errno::from_raw(-code)) {
+                let error_code =
+                    message.get(size_of::<NetlinkHeader>()..).and_then(|rest| i32::read_from_prefix(rest).ok());
+                match error_code.map(|(code, _)| Errno::from_raw(-code)) {
                     // ENOENT: no such socket. ESTALE: it disappeared during the query.
-                    Some(Errno::ENOENT | Errno::ESTALE) => *place = false,
+                    Some(Errno::ENOENT | Errno::ESTALE) => *is_found = false,
                     Some(error) => bail!("sock_diag: {error}"),
                     None => bail!("sock_diag: an error without a number"),
                 }
             }
             other => bail!("sock_diag: a message of type {other}"),
         }
-        answers += 1;
+        answer_count += 1;
         bytes = bytes.get((header.length as usize).next_multiple_of(4)..).unwrap_or_default();
     }
-    Ok(answers)
+    Ok(answer_count)
 }

@@ -28,8 +28,8 @@ pub const COUNTER_COUNT: usize = intf::STEER_COUNTER_COUNT as usize;
 /// BPF program that steers one service's connections to sockets. It continues to work after the value is dropped.
 #[derive(Debug)]
 pub struct SteerProgram {
-    program: OwnedFd,
-    workers: SocketArray,
+    select_program: OwnedFd,
+    worker_sockets: SocketArray,
     state: MmapArray<intf::steer_state>,
     is_taken_over: bool,
 }
@@ -41,11 +41,15 @@ pub struct SteerCounters(MmapArray<intf::steer_state>);
 impl SteerCounters {
     /// Opens the pins of [`SteerProgram::load`]. Fails when nothing is pinned, or the pins are of another version.
     pub fn open_pinned(pin_directory: &Path, name: &str) -> anyhow::Result<Self> {
-        let path = pin_directory.join("steer").join(name).join("state");
-        let map = MapHandle::from_pinned_path(&path).with_context(|| path.display().to_string())?;
-        let (found, expected) = (map.value_size() as usize, size_of::<intf::steer_state>());
-        anyhow::ensure!(found == expected, "{}: {found} bytes of another version, expected {expected}", path.display());
-        Ok(Self(MmapArray::new(&map)?))
+        let state_path = pin_directory.join("steer").join(name).join("state");
+        let state_map = MapHandle::from_pinned_path(&state_path).with_context(|| state_path.display().to_string())?;
+        let (found, expected) = (state_map.value_size() as usize, size_of::<intf::steer_state>());
+        anyhow::ensure!(
+            found == expected,
+            "{}: {found} bytes of another version, expected {expected}",
+            state_path.display()
+        );
+        Ok(Self(MmapArray::new(&state_map)?))
     }
 
     /// Returns the counters in the order of [`COUNTER_NAMES`].
@@ -59,30 +63,31 @@ impl SteerProgram {
     /// slots. `rss_map` is [`rss_map`](crate::server::ServerPrograms::rss_map) of the server's programs. Fails when the
     /// pin directory is not on a bpffs, the pins are of another version, or the kernel rejects the program.
     pub fn load(pin_directory: &Path, name: &str, rss_map: BorrowedFd<'_>) -> anyhow::Result<Self> {
-        let pins = pin_directory.join("steer").join(name);
-        fs::create_dir_all(&pins).with_context(|| pins.display().to_string())?;
-        let is_taken_over = pins.join("workers").exists();
-        let mut storage = MaybeUninit::uninit();
-        let mut open = SteerSkelBuilder::default().open(&mut storage).context("bpf/server/steer.bpf.c")?;
-        open.maps.rss_mapping.reuse_fd(rss_map).context("the map of the server's RSS")?;
-        open.maps.workers.set_pin_path(pins.join("workers"))?;
-        open.maps.bss_steer.set_pin_path(pins.join("state"))?;
-        let loaded = open.load().with_context(|| {
+        let service_directory = pin_directory.join("steer").join(name);
+        fs::create_dir_all(&service_directory).with_context(|| service_directory.display().to_string())?;
+        let is_taken_over = service_directory.join("workers").exists();
+        let mut object_storage = MaybeUninit::uninit();
+        let mut open_skeleton =
+            SteerSkelBuilder::default().open(&mut object_storage).context("bpf/server/steer.bpf.c")?;
+        open_skeleton.maps.rss_mapping.reuse_fd(rss_map).context("the map of the server's RSS")?;
+        open_skeleton.maps.workers.set_pin_path(service_directory.join("workers"))?;
+        open_skeleton.maps.bss_steer.set_pin_path(service_directory.join("state"))?;
+        let loaded_skeleton = open_skeleton.load().with_context(|| {
             format!(
                 "the kernel refused bpf/server/steer.bpf.c, or {} is of another version (remove it then)",
-                pins.display()
+                service_directory.display()
             )
         })?;
-        let steer = Self {
-            program: loaded.progs.steer.as_fd().try_clone_to_owned()?,
-            workers: SocketArray::new((&loaded.maps.workers).try_into()?, intf::MAX_STEERED_SOCKETS),
-            state: MmapArray::new(&loaded.maps.bss_steer).context("mapping steer_state")?,
+        let steer_program = Self {
+            select_program: loaded_skeleton.progs.steer.as_fd().try_clone_to_owned()?,
+            worker_sockets: SocketArray::new((&loaded_skeleton.maps.workers).try_into()?, intf::MAX_STEERED_SOCKETS),
+            state: MmapArray::new(&loaded_skeleton.maps.bss_steer).context("mapping steer_state")?,
             is_taken_over,
         };
         if !is_taken_over {
-            steer.set_queues(&[]);
+            steer_program.set_slots_of_queues(&[]);
         }
-        Ok(steer)
+        Ok(steer_program)
     }
 
     /// Returns whether the pinned state of an earlier process was taken over.
@@ -93,30 +98,30 @@ impl SteerProgram {
     /// Attaches the program to the SO_REUSEPORT group of `socket`, in place of an attached program. Fails when the
     /// socket is in no such group.
     pub fn attach(&self, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
-        reuseport::attach(self.program.as_fd(), socket)
+        reuseport::attach(self.select_program.as_fd(), socket)
     }
 
     /// Returns the cookie of the socket in each used slot. The kernel clears the slot of a closed socket.
-    pub fn sockets(&self) -> BTreeMap<u32, SocketCookie> {
-        self.workers.sockets()
+    pub fn worker_sockets(&self) -> BTreeMap<u32, SocketCookie> {
+        self.worker_sockets.cookies_by_slot()
     }
 
     /// Inserts a listening socket into a free slot and returns that slot. Fails when all slots are taken, the socket
     /// does not listen, or it is in another array.
     pub fn add_socket(&self, socket: BorrowedFd<'_>) -> anyhow::Result<u32> {
-        let slot = self.workers.free_slot()?;
-        self.workers.insert(slot, socket)?;
-        Ok(slot)
+        let free_slot = self.worker_sockets.find_free_slot()?;
+        self.worker_sockets.insert(free_slot, socket)?;
+        Ok(free_slot)
     }
 
     /// Sets the slot of the socket that gets each receive queue's connections. For `None`, and for queues beyond the
     /// list, the kernel selects. Panics with more than [`MAX_STEERED_QUEUES`](intf::MAX_STEERED_QUEUES) queues.
-    pub fn set_queues(&self, slots: &[Option<u32>]) {
-        let mut queues = [intf::NO_SOCKET; intf::MAX_STEERED_QUEUES as usize];
-        for (queue, slot) in queues[..slots.len()].iter_mut().zip(slots) {
+    pub fn set_slots_of_queues(&self, slots: &[Option<u32>]) {
+        let mut slots_by_queue = [intf::NO_SOCKET; intf::MAX_STEERED_QUEUES as usize];
+        for (queue, slot) in slots_by_queue[..slots.len()].iter_mut().zip(slots) {
             *queue = slot.unwrap_or(intf::NO_SOCKET);
         }
-        self.state.write(offset_of!(intf::steer_state, socket_of_queue), &queues);
+        self.state.write(offset_of!(intf::steer_state, socket_of_queue), &slots_by_queue);
     }
 
     /// Returns the counters in the order of [`COUNTER_NAMES`].

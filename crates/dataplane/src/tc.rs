@@ -20,14 +20,14 @@ pub enum Direction {
 }
 
 impl Direction {
-    fn tcx(self) -> libbpf_sys::bpf_attach_type {
+    fn tcx_attach_type(self) -> libbpf_sys::bpf_attach_type {
         match self {
             Direction::Ingress => libbpf_sys::BPF_TCX_INGRESS,
             Direction::Egress => libbpf_sys::BPF_TCX_EGRESS,
         }
     }
 
-    fn clsact(self) -> TcAttachPoint {
+    fn clsact_attach_point(self) -> TcAttachPoint {
         match self {
             Direction::Ingress => libbpf_rs::TC_INGRESS,
             Direction::Egress => libbpf_rs::TC_EGRESS,
@@ -45,9 +45,9 @@ pub enum AttachMechanism {
 }
 
 /// Priority of coreward's filter in the clsact qdisc, ahead of other filters. The handle identifies the filter.
-const CLSACT_PRIORITY: u32 = 1;
-const CLSACT_HANDLE: u32 = 0xc03e;
-const CLSACT_HELD_PRIORITY: u32 = 2;
+const CLSACT_FILTER_PRIORITY: u32 = 1;
+const CLSACT_FILTER_HANDLE: u32 = 0xc03e;
+const CLSACT_TEMPORARY_PRIORITY: u32 = 2;
 
 /// Attaches `program` to a device. It replaces the program of the link pinned at `pin` if that link is of the same
 /// device. Fails when neither tcx nor clsact accepts the program.
@@ -57,9 +57,9 @@ pub fn attach(
     direction: Direction,
     pin: &Path,
 ) -> anyhow::Result<AttachMechanism> {
-    if let Some(link) = open_link(pin)? {
+    if let Some(link) = open_pinned_link(pin)? {
         if is_attached_to(&link, interface_index) {
-            replace(&link, program).with_context(|| format!("replacing the program of {}", pin.display()))?;
+            replace_program(&link, program).with_context(|| format!("replacing the program of {}", pin.display()))?;
             return Ok(AttachMechanism::Tcx);
         }
         fs::remove_file(pin).with_context(|| format!("removing {}", pin.display()))?;
@@ -78,10 +78,10 @@ pub fn attach(
 
 /// Attachment of a program to a hook, which ends when the value is dropped.
 #[derive(Debug)]
-pub struct TemporaryAttachment(HeldAttachment);
+pub struct TemporaryAttachment(TemporaryHook);
 
 #[derive(Debug)]
-enum HeldAttachment {
+enum TemporaryHook {
     Tcx { _link: OwnedFd },
     Clsact(TcHook),
 }
@@ -94,12 +94,14 @@ pub fn attach_until_drop(
     direction: Direction,
 ) -> anyhow::Result<TemporaryAttachment> {
     match create_tcx_link(program, interface_index, direction) {
-        Ok(link) => Ok(TemporaryAttachment(HeldAttachment::Tcx { _link: link })),
+        Ok(link) => Ok(TemporaryAttachment(TemporaryHook::Tcx { _link: link })),
         Err(error) if error.kind() == ErrorKind::InvalidInput => {
-            let mut hook = clsact(program, interface_index, direction);
-            hook.priority(CLSACT_HELD_PRIORITY);
-            hook.create().context("making a clsact qdisc")?;
-            Ok(TemporaryAttachment(HeldAttachment::Clsact(hook.attach().context("attaching to the clsact qdisc")?)))
+            let mut clsact_hook = new_clsact_hook(program, interface_index, direction);
+            clsact_hook.priority(CLSACT_TEMPORARY_PRIORITY);
+            clsact_hook.create().context("making a clsact qdisc")?;
+            Ok(TemporaryAttachment(TemporaryHook::Clsact(
+                clsact_hook.attach().context("attaching to the clsact qdisc")?,
+            )))
         }
         Err(error) => Err(error).context("making a tcx link"),
     }
@@ -107,7 +109,7 @@ pub fn attach_until_drop(
 
 impl Drop for TemporaryAttachment {
     fn drop(&mut self) {
-        if let HeldAttachment::Clsact(hook) = &mut self.0
+        if let TemporaryHook::Clsact(hook) = &mut self.0
             && let Err(error) = hook.detach()
         {
             tracing::warn!(
@@ -121,15 +123,15 @@ impl Drop for TemporaryAttachment {
 
 /// Attaches `program` by a clsact filter, which kernels before 6.6 need. It replaces an earlier program.
 pub fn attach_to_clsact(program: BorrowedFd<'_>, interface_index: u32, direction: Direction) -> anyhow::Result<()> {
-    let mut hook = clsact(program, interface_index, direction);
-    hook.create().context("making a clsact qdisc")?;
-    hook.attach().context("attaching to the clsact qdisc")?;
+    let mut clsact_hook = new_clsact_hook(program, interface_index, direction);
+    clsact_hook.create().context("making a clsact qdisc")?;
+    clsact_hook.attach().context("attaching to the clsact qdisc")?;
     Ok(())
 }
 
 /// Detaches the program that [`attach`] has attached, if any.
 pub fn detach(interface_index: u32, direction: Direction, pin: &Path) -> anyhow::Result<()> {
-    if let Some(link) = open_link(pin)? {
+    if let Some(link) = open_pinned_link(pin)? {
         // Fails when the device was removed: then nothing is attached.
         if let Err(error) = link.detach() {
             tracing::debug!(
@@ -143,10 +145,10 @@ pub fn detach(interface_index: u32, direction: Direction, pin: &Path) -> anyhow:
         return fs::remove_file(pin).with_context(|| format!("removing {}", pin.display()));
     }
     // SAFETY: detaching and querying use the hook alone, not the program's descriptor.
-    let no_program = unsafe { BorrowedFd::borrow_raw(0) };
-    let mut hook = clsact(no_program, interface_index, direction);
-    if hook.query().is_ok() {
-        hook.detach().context("detaching from the clsact qdisc")?;
+    let unused_fd = unsafe { BorrowedFd::borrow_raw(0) };
+    let mut clsact_hook = new_clsact_hook(unused_fd, interface_index, direction);
+    if clsact_hook.query().is_ok() {
+        clsact_hook.detach().context("detaching from the clsact qdisc")?;
     }
     Ok(())
 }
@@ -154,25 +156,27 @@ pub fn detach(interface_index: u32, direction: Direction, pin: &Path) -> anyhow:
 /// Returns whether the link pinned at `pin` attaches a program to this hook. Fails when the pin is not a link, or the
 /// kernel does not list the programs of the hook.
 pub fn is_attached(interface_index: u32, direction: Direction, pin: &Path) -> anyhow::Result<bool> {
-    let Some(link) = open_link(pin)? else { return Ok(false) };
+    let Some(link) = open_pinned_link(pin)? else { return Ok(false) };
     // The ids of programs decide because an index may be that of an interface in another network namespace.
-    let at_hook = programs_at(interface_index, direction)?;
-    Ok(is_attached_to(&link, interface_index) && at_hook.contains(&link.info()?.prog_id))
+    let program_ids_at_hook = query_program_ids(interface_index, direction)?;
+    Ok(is_attached_to(&link, interface_index) && program_ids_at_hook.contains(&link.info()?.prog_id))
 }
 
 /// Maximum number of programs attached to one hook (the kernel's BPF_MPROG_MAX).
-const MAX_PROGRAMS: usize = 64;
+const MAX_PROGRAMS_PER_HOOK: usize = 64;
 
-fn programs_at(interface_index: u32, direction: Direction) -> anyhow::Result<Vec<u32>> {
-    let mut ids = [0u32; MAX_PROGRAMS];
-    let mut options = libbpf_sys::bpf_prog_query_opts {
+fn query_program_ids(interface_index: u32, direction: Direction) -> anyhow::Result<Vec<u32>> {
+    let mut program_ids = [0u32; MAX_PROGRAMS_PER_HOOK];
+    let mut query_options = libbpf_sys::bpf_prog_query_opts {
         sz: size_of::<libbpf_sys::bpf_prog_query_opts>() as libbpf_sys::size_t,
-        prog_ids: ids.as_mut_ptr(),
+        prog_ids: program_ids.as_mut_ptr(),
         ..Default::default()
     };
-    options.__bindgen_anon_1.count = MAX_PROGRAMS as u32;
-    // SAFETY: `options` and `ids`, of the declared length, live through the call.
-    let result = unsafe { libbpf_sys::bpf_prog_query_opts(interface_index as i32, direction.tcx(), &raw mut options) };
+    query_options.__bindgen_anon_1.count = MAX_PROGRAMS_PER_HOOK as u32;
+    // SAFETY: `query_options` and `program_ids`, of the declared length, live through the call.
+    let result = unsafe {
+        libbpf_sys::bpf_prog_query_opts(interface_index as i32, direction.tcx_attach_type(), &raw mut query_options)
+    };
     match -result {
         // The kernel has no tcx.
         libc::EINVAL => return Ok(Vec::new()),
@@ -182,11 +186,11 @@ fn programs_at(interface_index: u32, direction: Direction) -> anyhow::Result<Vec
         _ => {}
     }
     // SAFETY: both fields of the union are the same number.
-    let count = unsafe { options.__bindgen_anon_1.count } as usize;
-    Ok(ids.into_iter().take(count).collect())
+    let program_count = unsafe { query_options.__bindgen_anon_1.count } as usize;
+    Ok(program_ids.into_iter().take(program_count).collect())
 }
 
-fn open_link(pin: &Path) -> anyhow::Result<Option<Link>> {
+fn open_pinned_link(pin: &Path) -> anyhow::Result<Option<Link>> {
     if !pin.exists() {
         return Ok(None);
     }
@@ -203,18 +207,20 @@ fn create_tcx_link(
     interface_index: u32,
     direction: Direction,
 ) -> Result<OwnedFd, std::io::Error> {
-    let target = interface_index as i32;
+    let target_index = interface_index as i32;
     // SAFETY: no options are passed; the kernel checks the rest.
-    let result = unsafe { libbpf_sys::bpf_link_create(program.as_raw_fd(), target, direction.tcx(), std::ptr::null()) };
-    if result < 0 {
-        return Err(std::io::Error::from_raw_os_error(-result));
+    let link_fd_or_error = unsafe {
+        libbpf_sys::bpf_link_create(program.as_raw_fd(), target_index, direction.tcx_attach_type(), std::ptr::null())
+    };
+    if link_fd_or_error < 0 {
+        return Err(std::io::Error::from_raw_os_error(-link_fd_or_error));
     }
     // SAFETY: a new descriptor, owned by nothing else.
-    Ok(unsafe { OwnedFd::from_raw_fd(result) })
+    Ok(unsafe { OwnedFd::from_raw_fd(link_fd_or_error) })
 }
 
 /// Replaces the program of a link atomically, without loss of packets.
-fn replace(link: &Link, program: BorrowedFd<'_>) -> std::io::Result<()> {
+fn replace_program(link: &Link, program: BorrowedFd<'_>) -> std::io::Result<()> {
     // SAFETY: no options are passed; the kernel checks the rest.
     let result =
         unsafe { libbpf_sys::bpf_link_update(link.as_fd().as_raw_fd(), program.as_raw_fd(), std::ptr::null()) };
@@ -222,18 +228,22 @@ fn replace(link: &Link, program: BorrowedFd<'_>) -> std::io::Result<()> {
 }
 
 pub(crate) fn pin_object(object: BorrowedFd<'_>, pin: &Path) -> anyhow::Result<()> {
-    let path = std::ffi::CString::new(pin.as_os_str().as_encoded_bytes()).context("a path with a zero byte")?;
+    let c_path = std::ffi::CString::new(pin.as_os_str().as_encoded_bytes()).context("a path with a zero byte")?;
     // SAFETY: a valid descriptor and a terminated string.
-    let result = unsafe { libbpf_sys::bpf_obj_pin(object.as_raw_fd(), path.as_ptr()) };
+    let result = unsafe { libbpf_sys::bpf_obj_pin(object.as_raw_fd(), c_path.as_ptr()) };
     if result < 0 {
-        let error = std::io::Error::from_raw_os_error(-result);
-        return Err(error).with_context(|| format!("pinning {} (is bpffs mounted there?)", pin.display()));
+        let pin_error = std::io::Error::from_raw_os_error(-result);
+        return Err(pin_error).with_context(|| format!("pinning {} (is bpffs mounted there?)", pin.display()));
     }
     Ok(())
 }
 
-fn clsact(program: BorrowedFd<'_>, interface_index: u32, direction: Direction) -> TcHook {
-    let mut builder = TcHookBuilder::new(program);
-    builder.ifindex(interface_index as i32).replace(true).handle(CLSACT_HANDLE).priority(CLSACT_PRIORITY);
-    builder.hook(direction.clsact())
+fn new_clsact_hook(program: BorrowedFd<'_>, interface_index: u32, direction: Direction) -> TcHook {
+    let mut hook_builder = TcHookBuilder::new(program);
+    hook_builder
+        .ifindex(interface_index as i32)
+        .replace(true)
+        .handle(CLSACT_FILTER_HANDLE)
+        .priority(CLSACT_FILTER_PRIORITY);
+    hook_builder.hook(direction.clsact_attach_point())
 }

@@ -28,8 +28,8 @@ pub fn surrounding_function<F>(_inner: F) -> &'static str {
 /// Returns the requirement that this process lacks for tests that load BPF programs; `None`: it lacks none.
 /// scripts/test sets COREWARD_WITHOUT_RIGHTS if scripts/capabilities reported a missing requirement.
 pub fn missing_bpf_rights() -> Option<&'static str> {
-    let allowed = nix::unistd::geteuid().is_root() && std::env::var_os("COREWARD_WITHOUT_RIGHTS").is_none();
-    (!allowed).then_some("needs root, to load BPF programs")
+    let may_load_programs = nix::unistd::geteuid().is_root() && std::env::var_os("COREWARD_WITHOUT_RIGHTS").is_none();
+    (!may_load_programs).then_some("needs root, to load BPF programs")
 }
 
 /// Result of running a program with `BPF_PROG_TEST_RUN`.
@@ -45,15 +45,15 @@ pub struct RunOutcome {
 
 /// Receive queue of a device in the calling thread's network namespace. Packets seem to arrive from it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ReceiveQueue {
+pub struct ReceiveQueueId {
     /// Index of the network device.
     pub interface: u32,
     /// Index of the receive queue, from 0.
-    pub queue: u32,
+    pub queue_index: u32,
 }
 
 /// Maximum number of bytes by which a program may lengthen a packet.
-const HEADROOM: usize = 256;
+const MAX_PACKET_GROWTH: usize = 256;
 
 /// Runs `program` `repeat` times on `packet`, an Ethernet frame of at least 14 bytes.
 ///
@@ -69,26 +69,26 @@ pub fn run_from(
     program: BorrowedFd<'_>,
     packet: &[u8],
     repeat: u32,
-    queue: Option<ReceiveQueue>,
+    queue: Option<ReceiveQueueId>,
 ) -> io::Result<RunOutcome> {
-    let mut out = vec![0; packet.len() + HEADROOM];
-    let options = run_with(program, packet, repeat, queue, &mut out)?;
-    out.truncate(options.data_size_out as usize);
-    let duration = Duration::from_nanos(options.duration.into());
-    Ok(RunOutcome { verdict: options.retval as i32, packet: out, duration })
+    let mut output_buffer = vec![0; packet.len() + MAX_PACKET_GROWTH];
+    let run_options = run_with_context(program, packet, repeat, queue, &mut output_buffer)?;
+    output_buffer.truncate(run_options.data_size_out as usize);
+    let mean_duration = Duration::from_nanos(run_options.duration.into());
+    Ok(RunOutcome { verdict: run_options.retval as i32, packet: output_buffer, duration: mean_duration })
 }
 
 /// Runs `program` once without allocating memory, and writes the packet to `out`. Returns the program's return value
 /// and the packet's length. Fails as [`run`] does, and when the packet does not fit into `out`.
 pub fn run_into(program: BorrowedFd<'_>, packet: &[u8], out: &mut [u8]) -> io::Result<(i32, usize)> {
-    let options = run_with(program, packet, 1, None, out)?;
-    Ok((options.retval as i32, options.data_size_out as usize))
+    let run_options = run_with_context(program, packet, 1, None, out)?;
+    Ok((run_options.retval as i32, run_options.data_size_out as usize))
 }
 
 /// Runs an XDP program on `frames` copies of `frame`, and executes its actions (`BPF_F_TEST_XDP_LIVE_FRAMES`). The
 /// kernel reuses frames without restoring them.
 pub fn run_live(program: BorrowedFd<'_>, frame: &[u8], frames: u32) -> io::Result<()> {
-    let mut options = libbpf_sys::bpf_test_run_opts {
+    let mut run_options = libbpf_sys::bpf_test_run_opts {
         sz: size_of::<libbpf_sys::bpf_test_run_opts>() as _,
         data_in: frame.as_ptr().cast(),
         data_size_in: frame.len() as u32,
@@ -97,38 +97,38 @@ pub fn run_live(program: BorrowedFd<'_>, frame: &[u8], frames: u32) -> io::Resul
         ..Default::default()
     };
     // SAFETY: pointer and size are those of a live buffer.
-    let result = unsafe { libbpf_sys::bpf_prog_test_run_opts(program.as_raw_fd(), &raw mut options) };
+    let result = unsafe { libbpf_sys::bpf_prog_test_run_opts(program.as_raw_fd(), &raw mut run_options) };
     if result < 0 { Err(io::Error::from_raw_os_error(-result)) } else { Ok(()) }
 }
 
-fn run_with(
+fn run_with_context(
     program: BorrowedFd<'_>,
     packet: &[u8],
     repeat: u32,
-    queue: Option<ReceiveQueue>,
+    queue: Option<ReceiveQueueId>,
     out: &mut [u8],
 ) -> io::Result<libbpf_sys::bpf_test_run_opts> {
-    let context = queue.map(|queue| libbpf_sys::xdp_md {
+    let xdp_context = queue.map(|queue| libbpf_sys::xdp_md {
         data_end: packet.len() as u32,
         ingress_ifindex: queue.interface,
-        rx_queue_index: queue.queue,
+        rx_queue_index: queue.queue_index,
         ..Default::default()
     });
-    let mut options = libbpf_sys::bpf_test_run_opts {
+    let mut run_options = libbpf_sys::bpf_test_run_opts {
         sz: size_of::<libbpf_sys::bpf_test_run_opts>() as _,
         data_in: packet.as_ptr().cast(),
         data_size_in: packet.len() as u32,
         data_out: out.as_mut_ptr().cast(),
         data_size_out: out.len() as u32,
-        ctx_in: context.as_ref().map_or(std::ptr::null(), |context| std::ptr::from_ref(context).cast()),
-        ctx_size_in: context.map_or(0, |context| size_of_val(&context) as u32),
+        ctx_in: xdp_context.as_ref().map_or(std::ptr::null(), |context| std::ptr::from_ref(context).cast()),
+        ctx_size_in: xdp_context.map_or(0, |context| size_of_val(&context) as u32),
         repeat: repeat as i32,
         ..Default::default()
     };
     // SAFETY: pointers and sizes are those of live buffers.
-    let result = unsafe { libbpf_sys::bpf_prog_test_run_opts(program.as_raw_fd(), &raw mut options) };
+    let result = unsafe { libbpf_sys::bpf_prog_test_run_opts(program.as_raw_fd(), &raw mut run_options) };
     if result < 0 {
         return Err(io::Error::from_raw_os_error(-result));
     }
-    Ok(options)
+    Ok(run_options)
 }

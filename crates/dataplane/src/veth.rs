@@ -19,67 +19,68 @@ const IFLA_TARGET_NETNSID: u16 = 46;
 const IFLA_INFO_KIND: u16 = 1;
 const IFLA_XDP_ATTACHED: u16 = 2;
 /// Modes in which XDP runs in the driver: XDP_ATTACHED_DRV and XDP_ATTACHED_MULTI of include/uapi/linux/if_link.h.
-const ATTACHED_IN_DRIVER: [u8; 2] = [1, 4];
+const DRIVER_ATTACH_MODES: [u8; 2] = [1, 4];
 /// Size of struct nlmsghdr and struct ifinfomsg together, in bytes.
-const NETLINK_HEADER_BYTES: usize = 16 + 16;
+const LINK_HEADERS_BYTES: usize = 16 + 16;
 
 /// Returns whether the other end of a veth has a native XDP program; `None`: the device is not a veth, or the kernel
 /// does not show the other end.
-pub fn peer_has_xdp(interface_index: u32) -> Option<bool> {
-    let own = query_link(interface_index, None).ok()?;
-    let kind = attribute(attribute(&own, IFLA_LINKINFO)?, IFLA_INFO_KIND)?;
-    if kind.strip_suffix(b"\0").unwrap_or(kind) != b"veth" {
+pub fn peer_has_native_xdp(interface_index: u32) -> Option<bool> {
+    let own_attributes = query_link_attributes(interface_index, None).ok()?;
+    let link_kind = find_attribute(find_attribute(&own_attributes, IFLA_LINKINFO)?, IFLA_INFO_KIND)?;
+    if link_kind.strip_suffix(b"\0").unwrap_or(link_kind) != b"veth" {
         return None;
     }
-    let number = |of: u16| Some(u32::from_ne_bytes(attribute(&own, of)?.try_into().ok()?));
-    let peer = query_link(number(IFLA_LINK)?, number(IFLA_LINK_NETNSID)).ok()?;
-    let attached = attribute(attribute(&peer, IFLA_XDP)?, IFLA_XDP_ATTACHED)?;
-    Some(attached.first().is_some_and(|attached| ATTACHED_IN_DRIVER.contains(attached)))
+    let read_u32_attribute = |of: u16| Some(u32::from_ne_bytes(find_attribute(&own_attributes, of)?.try_into().ok()?));
+    let peer_attributes =
+        query_link_attributes(read_u32_attribute(IFLA_LINK)?, read_u32_attribute(IFLA_LINK_NETNSID)).ok()?;
+    let attach_mode = find_attribute(find_attribute(&peer_attributes, IFLA_XDP)?, IFLA_XDP_ATTACHED)?;
+    Some(attach_mode.first().is_some_and(|attached| DRIVER_ATTACH_MODES.contains(attached)))
 }
 
 /// Returns the attributes of a link, whose network namespace has the id `namespace` in the caller's namespace.
-fn query_link(interface_index: u32, namespace: Option<u32>) -> io::Result<Vec<u8>> {
-    let target = namespace.map(|namespace| {
+fn query_link_attributes(interface_index: u32, namespace: Option<u32>) -> io::Result<Vec<u8>> {
+    let namespace_attribute = namespace.map(|namespace| {
         [&8u16.to_ne_bytes()[..], &IFLA_TARGET_NETNSID.to_ne_bytes(), &namespace.to_ne_bytes()].concat()
     });
-    let target = target.unwrap_or_default();
-    let mut request = Vec::new();
-    request.extend(((NETLINK_HEADER_BYTES + target.len()) as u32).to_ne_bytes());
-    request.extend(libc::RTM_GETLINK.to_ne_bytes());
-    request.extend((libc::NLM_F_REQUEST as u16).to_ne_bytes());
+    let namespace_attribute = namespace_attribute.unwrap_or_default();
+    let mut query_message = Vec::new();
+    query_message.extend(((LINK_HEADERS_BYTES + namespace_attribute.len()) as u32).to_ne_bytes());
+    query_message.extend(libc::RTM_GETLINK.to_ne_bytes());
+    query_message.extend((libc::NLM_F_REQUEST as u16).to_ne_bytes());
     // Sequence and port of the header; family, padding and type.
-    request.extend([0; 4 + 4 + 4]);
-    request.extend(interface_index.to_ne_bytes());
+    query_message.extend([0; 4 + 4 + 4]);
+    query_message.extend(interface_index.to_ne_bytes());
     // Flags and change mask.
-    request.extend([0; 4 + 4]);
-    request.extend(target);
-    let socket = open()?;
-    send(socket.as_raw_fd(), &request, MsgFlags::empty())?;
-    let mut answer = vec![0; 1 << 16];
-    let length = recv(socket.as_raw_fd(), &mut answer, MsgFlags::empty())?;
-    answer.truncate(length);
-    let kind = answer.get(4..6).map(|kind| u16::from_ne_bytes([kind[0], kind[1]]));
-    match (kind, answer.get(NETLINK_HEADER_BYTES..)) {
+    query_message.extend([0; 4 + 4]);
+    query_message.extend(namespace_attribute);
+    let socket = open_route_socket()?;
+    send(socket.as_raw_fd(), &query_message, MsgFlags::empty())?;
+    let mut answer_buffer = vec![0; 1 << 16];
+    let answer_length = recv(socket.as_raw_fd(), &mut answer_buffer, MsgFlags::empty())?;
+    answer_buffer.truncate(answer_length);
+    let message_type = answer_buffer.get(4..6).map(|kind| u16::from_ne_bytes([kind[0], kind[1]]));
+    match (message_type, answer_buffer.get(LINK_HEADERS_BYTES..)) {
         (Some(libc::RTM_NEWLINK), Some(attributes)) => Ok(attributes.to_vec()),
         _ => Err(io::Error::other("the kernel does not show the link")),
     }
 }
 
 /// Opens a route netlink socket with a receive timeout of one second.
-fn open() -> io::Result<OwnedFd> {
+fn open_route_socket() -> io::Result<OwnedFd> {
     let protocol = SockProtocol::NetlinkRoute;
     let socket = socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, protocol)?;
     setsockopt(&socket, sockopt::ReceiveTimeout, &TimeVal::seconds(1))?;
     Ok(socket)
 }
 
-pub(crate) fn attribute(mut attributes: &[u8], attribute_type: u16) -> Option<&[u8]> {
+pub(crate) fn find_attribute(mut attributes: &[u8], attribute_type: u16) -> Option<&[u8]> {
     // NLA_F_NESTED and NLA_F_NET_BYTEORDER.
-    const TYPE_MASK: u16 = 0x3fff;
+    const ATTRIBUTE_TYPE_MASK: u16 = 0x3fff;
     loop {
         let length = usize::from(u16::from_ne_bytes(attributes.get(..2)?.try_into().ok()?));
-        let kind = u16::from_ne_bytes(attributes.get(2..4)?.try_into().ok()?) & TYPE_MASK;
-        if kind == attribute_type {
+        let type_of_attribute = u16::from_ne_bytes(attributes.get(2..4)?.try_into().ok()?) & ATTRIBUTE_TYPE_MASK;
+        if type_of_attribute == attribute_type {
             return attributes.get(4..length);
         }
         attributes = attributes.get(length.max(4).next_multiple_of(4)..)?;
@@ -92,18 +93,18 @@ mod tests {
 
     #[test]
     fn attribute_is_found_by_type() {
-        let attributes = [5, 0, 1, 0, 7, 0, 0, 0, 6, 0, 2, 0x80, 8, 9, 0, 0];
-        assert_eq!(attribute(&attributes, 1), Some(&[7][..]));
-        assert_eq!(attribute(&attributes, 2), Some(&[8, 9][..]));
-        assert_eq!(attribute(&attributes, 3), None);
-        assert_eq!(attribute(&[0, 0, 1, 0], 2), None, "a length of 0 does not make a loop without end");
+        let encoded_attributes = [5, 0, 1, 0, 7, 0, 0, 0, 6, 0, 2, 0x80, 8, 9, 0, 0];
+        assert_eq!(find_attribute(&encoded_attributes, 1), Some(&[7][..]));
+        assert_eq!(find_attribute(&encoded_attributes, 2), Some(&[8, 9][..]));
+        assert_eq!(find_attribute(&encoded_attributes, 3), None);
+        assert_eq!(find_attribute(&[0, 0, 1, 0], 2), None, "a length of 0 does not make a loop without end");
     }
 
     #[test]
-    fn loopback_has_no_peer() {
-        let index = nix::net::if_::if_nametoindex("lo").unwrap();
-        assert!(query_link(index, None).is_ok());
-        assert_eq!(peer_has_xdp(index), None);
-        assert_eq!(peer_has_xdp(u32::MAX), None);
+    fn loopback_is_no_veth() {
+        let loopback_index = nix::net::if_::if_nametoindex("lo").unwrap();
+        assert!(query_link_attributes(loopback_index, None).is_ok());
+        assert_eq!(peer_has_native_xdp(loopback_index), None);
+        assert_eq!(peer_has_native_xdp(u32::MAX), None);
     }
 }

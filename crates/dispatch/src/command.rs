@@ -49,7 +49,7 @@ pub fn run(args: &DispatchArgs) -> anyhow::Result<Option<String>> {
         Some(config) => config.pin_directory.clone(),
         None => args.pin_directory.clone().unwrap_or_else(|| DEFAULT_PIN_DIRECTORY.into()),
     };
-    let pins: Vec<PathBuf> = match &config {
+    let service_pin_directories: Vec<PathBuf> = match &config {
         Some(config) => config
             .services
             .iter()
@@ -58,12 +58,14 @@ pub fn run(args: &DispatchArgs) -> anyhow::Result<Option<String>> {
         None => service::service_pin_directories(&pin_directory),
     };
     match config {
-        _ if args.detach => pins.iter().try_for_each(|pins| service::detach(pins)).map(|()| None),
+        _ if args.detach => {
+            service_pin_directories.iter().try_for_each(|pins| service::end_dispatch(pins)).map(|()| None)
+        }
         _ if args.status => {
-            let services = status::read_pinned_status(&pins)?;
+            let service_statuses = status::read_pinned_status(&service_pin_directories)?;
             Ok(Some(match args.format {
-                Format::Json => status::json(&services).to_string(),
-                Format::Text => status::format_status(&services),
+                Format::Json => status::status_json(&service_statuses).to_string(),
+                Format::Text => status::format_status(&service_statuses),
             }))
         }
         Some(config) => daemon::run(&config).map(|()| None),

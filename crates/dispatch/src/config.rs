@@ -36,13 +36,13 @@ pub struct Service {
     /// Options of the service's BPF programs.
     pub options: Options,
     /// Timeouts that user space applies.
-    pub timeouts: Timeouts,
+    pub user_space_timeouts: Timeouts,
     /// Expected service time of each type, then of all other requests; `None`: learned.
     pub expected_service_times: Vec<Option<Duration>>,
     /// Default of the bounds that [`Service::class_bounds`] returns.
-    default_bound: u32,
+    default_class_bound: u32,
     reserved_workers: u16,
-    reserved_bound: u32,
+    reserved_worker_bound: u32,
     class_count: u8,
 }
 
@@ -52,17 +52,17 @@ impl Service {
             options: Options {
                 service: listen,
                 policy,
-                request_id: None,
+                request_id_position: None,
                 type_offset: 0,
                 types: Vec::new(),
-                other_class: 0,
-                observes_service_times: policy == Policy::LightestQueue,
+                default_class: 0,
+                measures_service_times: policy == Policy::LightestQueue,
             },
-            timeouts: Timeouts::default(),
+            user_space_timeouts: Timeouts::default(),
             expected_service_times: vec![None],
-            default_bound: DEFAULT_BOUND,
-            reserved_workers: DEFAULT_RESERVED,
-            reserved_bound: 0,
+            default_class_bound: DEFAULT_CLASS_BOUND,
+            reserved_workers: DEFAULT_RESERVED_WORKERS,
+            reserved_worker_bound: 0,
             class_count: 1,
         }
     }
@@ -73,16 +73,16 @@ impl Service {
             workers,
             self.class_count,
             self.reserved_workers,
-            self.default_bound,
-            self.reserved_bound,
+            self.default_class_bound,
+            self.reserved_worker_bound,
         )
     }
 }
 
 /// Default bound on a worker's outstanding requests, equal to RingLeader's (NSDI'23, Sect. 7.1).
-const DEFAULT_BOUND: u32 = 4;
+const DEFAULT_CLASS_BOUND: u32 = 4;
 /// Default number of reserved workers if there are several classes.
-const DEFAULT_RESERVED: u16 = 1;
+const DEFAULT_RESERVED_WORKERS: u16 = 1;
 
 config_struct! {
     /// The unchecked configuration: the file of `coreward dispatch`, or a table in another daemon's file.
@@ -99,7 +99,7 @@ config_struct! {
 }
 
 /// Minimum of response timeouts in ns: shorter times than the poll interval have no effect.
-const MIN_RESPONSE_TIMEOUT: u64 = POLL_INTERVAL.as_nanos() as u64;
+const MIN_RESPONSE_TIMEOUT_NS: u64 = POLL_INTERVAL.as_nanos() as u64;
 
 config_struct! {
     struct ServiceTable {
@@ -108,15 +108,15 @@ config_struct! {
         /// Policy that selects the worker.
         policy: PolicyName = PolicyName(Policy::ShortestQueue),
         /// Number of outstanding requests up to which a worker is preferred.
-        bound: Number<1, 65535> = Number(DEFAULT_BOUND.into()),
+        bound: Number<1, 65535> = Number(DEFAULT_CLASS_BOUND.into()),
         /// Number of workers that are reserved for class 0.
-        reserved: Number<0, { MAX_WORKERS as u64 - 1 }> = Number(DEFAULT_RESERVED.into()),
+        reserved: Number<0, { MAX_WORKERS as u64 - 1 }> = Number(DEFAULT_RESERVED_WORKERS.into()),
         /// Number of outstanding requests up to which a reserved worker accepts other classes.
         reserved_bound: Number<0, 65535> = Number(0),
         /// Age at which a request that has left the queue without a response is given up.
-        response_timeout: Option<BoundedDuration<MIN_RESPONSE_TIMEOUT, { MAX_RESPONSE_TIMEOUT.as_nanos() as u64 }>>,
+        response_timeout: Option<BoundedDuration<MIN_RESPONSE_TIMEOUT_NS, { MAX_RESPONSE_TIMEOUT.as_nanos() as u64 }>>,
         /// Time without a response after which a worker with queued requests gets no further ones until it responds.
-        stall_after: Option<BoundedDuration<MIN_RESPONSE_TIMEOUT, HOUR_NS>>,
+        stall_after: Option<BoundedDuration<MIN_RESPONSE_TIMEOUT_NS, HOUR_NS>>,
         /// Position of the id that request and response share.
         request_id: Option<PayloadFieldTable>,
         /// Position of the type; without it each type has a prefix.
@@ -129,14 +129,14 @@ config_struct! {
 }
 
 /// Maximum offset of a field in bytes: no UDP payload is longer.
-const MAX_OFFSET: u64 = 65_500;
+const MAX_FIELD_OFFSET: u64 = 65_500;
 
 config_struct! {
     struct PayloadFieldTable {
         /// Offset of the field in the payload, in bytes.
-        offset: Number<0, MAX_OFFSET>,
+        offset: Number<0, MAX_FIELD_OFFSET>,
         /// Offset in a response's payload, if it differs.
-        response_offset: Option<Number<0, MAX_OFFSET>>,
+        response_offset: Option<Number<0, MAX_FIELD_OFFSET>>,
         /// Length of the field in bytes.
         bytes: Number<1, 8>,
         /// Whether the field's first byte is the least significant.
@@ -144,14 +144,14 @@ config_struct! {
     }
 }
 
-type ExpectedTime = BoundedDuration<1, { RoundedServiceTime::MAX.as_nanos() as u64 }>;
+type ExpectedServiceTime = BoundedDuration<1, { RoundedServiceTime::MAX.as_nanos() as u64 }>;
 type ClassNumber = Number<0, { MAX_CLASSES as u64 - 1 }>;
 
 config_struct! {
     #[derive(Default)]
     struct OtherTypesTable {
         /// Service time; without it it is learned.
-        expected: Option<ExpectedTime>,
+        expected: Option<ExpectedServiceTime>,
         /// Priority: 0 is the highest.
         class: Option<ClassNumber>,
     }
@@ -164,7 +164,7 @@ config_struct! {
         /// First bytes of the payload, 1 to 8.
         prefix: Option<String>,
         /// Service time; without it it is learned.
-        expected: Option<ExpectedTime>,
+        expected: Option<ExpectedServiceTime>,
         /// Priority: 0 is the highest.
         class: ClassNumber = Number(0),
     }
@@ -180,7 +180,7 @@ config_file!(Config, |table: UncheckedConfig, reader| Some(table.check(reader)))
 impl FromToml for Config {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         let table = UncheckedConfig::read(value, reader)?;
-        Some(reader.check_value(|reader| table.check_within(reader)))
+        Some(reader.check_value(|reader| table.check_embedded(reader)))
     }
 
     fn expected() -> String {
@@ -194,12 +194,12 @@ impl FromToml for Config {
 
 impl UncheckedConfig {
     /// Checks a table of another daemon's file like [`UncheckedConfig::check`]; the other daemon serves the metrics.
-    fn check_within(self, reader: &mut Reader<'_>) -> Config {
+    fn check_embedded(self, reader: &mut Reader<'_>) -> Config {
         if let Some(metrics) = &self.metrics {
-            let address = metrics.get_ref();
+            let metrics_address = metrics.get_ref();
             reader.report(
                 metrics.span(),
-                format!("{address}: expected `metrics` outside of this table: the daemon serves all"),
+                format!("{metrics_address}: expected `metrics` outside of this table: the daemon serves all"),
             );
         }
         self.check(reader)
@@ -208,50 +208,50 @@ impl UncheckedConfig {
     /// Checks the configuration. Mistakes are added to the reader's list.
     pub fn check(self, reader: &mut Reader<'_>) -> Config {
         let mut services: Vec<Service> = Vec::new();
-        let span = self.services.span();
+        let services_span = self.services.span();
         for table in self.services.into_inner() {
             let listen_span = table.listen.span.clone();
             let Some(service) = table.check(reader) else { continue };
-            let listen = service.options.service;
-            if services.iter().any(|service| service.options.service == listen) {
-                reader.report(listen_span, format!("{listen} is listed twice: expected each once"));
+            let listen_address = service.options.service;
+            if services.iter().any(|service| service.options.service == listen_address) {
+                reader.report(listen_span, format!("{listen_address} is listed twice: expected each once"));
             }
             services.push(service);
         }
         if services.is_empty() && !reader.has_diagnostics() {
-            reader.report(span, "no service: expected at least one [[service]]");
+            reader.report(services_span, "no service: expected at least one [[service]]");
         }
         let pin_directory = self.pin_directory.map_or_else(|| DEFAULT_PIN_DIRECTORY.into(), |path| path.0);
-        let metrics = self.metrics.map(|address| *address.get_ref());
-        Config { pin_directory, cgroup: self.cgroup, metrics, services }
+        let metrics_address = self.metrics.map(|address| *address.get_ref());
+        Config { pin_directory, cgroup: self.cgroup, metrics: metrics_address, services }
     }
 }
 
 impl ServiceTable {
     fn check(self, reader: &mut Reader<'_>) -> Option<Service> {
-        let listen = self.listen.value;
-        if listen.is_some_and(|listen| listen.port() == 0) {
-            let message = format!("{}: expected a port from 1 to 65535", listen?);
+        let listen_address = self.listen.value;
+        if listen_address.is_some_and(|listen| listen.port() == 0) {
+            let message = format!("{}: expected a port from 1 to 65535", listen_address?);
             reader.report(self.listen.span.clone(), message);
         }
         // Without an address there is no service, but its types may have mistakes, too.
-        let mut service = Service::new(listen.unwrap_or_else(|| ([0, 0, 0, 0], 1).into()), self.policy.0);
-        service.default_bound = self.bound.0 as u32;
+        let mut service = Service::new(listen_address.unwrap_or_else(|| ([0, 0, 0, 0], 1).into()), self.policy.0);
+        service.default_class_bound = self.bound.0 as u32;
         service.reserved_workers = self.reserved.0 as u16;
-        service.reserved_bound = self.reserved_bound.0 as u32;
+        service.reserved_worker_bound = self.reserved_bound.0 as u32;
         if let Some(BoundedDuration(timeout)) = self.response_timeout {
-            service.timeouts.response_timeout = timeout;
+            service.user_space_timeouts.response_timeout = timeout;
         }
         if let Some(BoundedDuration(time)) = self.stall_after {
-            service.timeouts.stall_after = time;
+            service.user_space_timeouts.stall_after = time;
         }
-        service.options.request_id = self.request_id.as_ref().map(|field| {
+        service.options.request_id_position = self.request_id.as_ref().map(|field| {
             let response_offset = field.response_offset.unwrap_or(field.offset);
             let [offset, response_offset] = [field.offset, response_offset].map(|offset| offset.0 as u16);
             dispatch::RequestIdPosition { offset, response_offset, bytes: field.bytes.0 as u8 }
         });
         self.add_request_types(&mut service, reader);
-        listen.map(|_| service)
+        listen_address.map(|_| service)
     }
 
     fn add_request_types(&self, service: &mut Service, reader: &mut Reader<'_>) {
@@ -262,18 +262,18 @@ impl ServiceTable {
         service.options.type_offset = self.type_field.as_ref().map_or(0, |field| field.offset.0 as u16);
         service.expected_service_times.clear();
         for spanned in &self.types {
-            let kind = spanned.get_ref();
-            let matched = match_value_and_mask(kind, self.type_field.as_ref());
-            let Some((value, mask)) = reader.ok_or_report(matched, spanned.span()) else { continue };
-            service.options.types.push(RequestType { value, mask, class: kind.class.0 as u8 });
-            service.expected_service_times.push(kind.expected.map(|BoundedDuration(time)| time));
+            let request_type = spanned.get_ref();
+            let value_and_mask = match_value_and_mask(request_type, self.type_field.as_ref());
+            let Some((value, mask)) = reader.ok_or_report(value_and_mask, spanned.span()) else { continue };
+            service.options.types.push(RequestType { value, mask, class: request_type.class.0 as u8 });
+            service.expected_service_times.push(request_type.expected.map(|BoundedDuration(time)| time));
         }
-        let lowest = service.options.types.iter().map(|kind| kind.class).max().unwrap_or(0);
+        let lowest_priority_class = service.options.types.iter().map(|kind| kind.class).max().unwrap_or(0);
         // Requests of no type have the lowest priority.
-        service.options.other_class = self.other.class.map_or(lowest, |class| class.0 as u8);
+        service.options.default_class = self.other.class.map_or(lowest_priority_class, |class| class.0 as u8);
         service.expected_service_times.push(self.other.expected.map(|BoundedDuration(time)| time));
-        service.class_count = lowest.max(service.options.other_class) + 1;
-        service.options.observes_service_times = service.options.policy == Policy::LightestQueue
+        service.class_count = lowest_priority_class.max(service.options.default_class) + 1;
+        service.options.measures_service_times = service.options.policy == Policy::LightestQueue
             && service.expected_service_times.iter().any(Option::is_none);
     }
 }
@@ -288,16 +288,16 @@ fn match_value_and_mask(
     let (mut value, mut mask) = (FieldBytes::default(), FieldBytes::default());
     match (kind.value, &kind.prefix, field) {
         (Some(number), None, Some(field)) => {
-            let width = field.bytes.0 as usize;
-            if width < 8 && number >> (width * 8) != 0 {
-                return Err(format!("value = {number}: expected a number of {width} bytes, as in `type_field`"));
+            let field_length = field.bytes.0 as usize;
+            if field_length < 8 && number >> (field_length * 8) != 0 {
+                return Err(format!("value = {number}: expected a number of {field_length} bytes, as in `type_field`"));
             }
             if field.little_endian {
-                value[..width].copy_from_slice(&number.to_le_bytes()[..width]);
+                value[..field_length].copy_from_slice(&number.to_le_bytes()[..field_length]);
             } else {
-                value[..width].copy_from_slice(&number.to_be_bytes()[8 - width..]);
+                value[..field_length].copy_from_slice(&number.to_be_bytes()[8 - field_length..]);
             }
-            mask[..width].fill(0xff);
+            mask[..field_length].fill(0xff);
         }
         (None, Some(prefix), None) => {
             let text = prefix.as_bytes();
@@ -328,18 +328,18 @@ mod tests {
         Config::parse(&Source::from_text("dispatch.toml", text)).map_err(|mistakes| mistakes.to_string())
     }
 
-    const DNS_CONFIG: &str = "[[service]]\nlisten = \"0.0.0.0:53\"\n";
+    const DNS_SERVICE_CONFIG: &str = "[[service]]\nlisten = \"0.0.0.0:53\"\n";
 
     #[test]
-    fn address_alone_is_a_valid_server() {
-        let config = parse(DNS_CONFIG).unwrap();
+    fn listen_address_alone_is_a_valid_configuration() {
+        let config = parse(DNS_SERVICE_CONFIG).unwrap();
         assert_eq!(config.pin_directory, Path::new(DEFAULT_PIN_DIRECTORY));
         assert_eq!(config.services, [Service::new("0.0.0.0:53".parse().unwrap(), Policy::ShortestQueue)]);
         assert_eq!(config.services[0].class_bounds(3).for_class(0), [4, 4, 4]);
     }
 
     #[test]
-    fn types_match_numbers_and_prefixes() {
+    fn request_types_match_numbers_and_prefixes() {
         let config = parse(
             r#"
 [[service]]
@@ -365,15 +365,15 @@ class = 1
         )
         .unwrap();
         let [first, second] = &config.services[..] else { panic!("{config:?}") };
-        assert_eq!((first.options.type_offset, first.options.observes_service_times), (3, false));
+        assert_eq!((first.options.type_offset, first.options.measures_service_times), (3, false));
         assert_eq!(first.options.types[0].value, [1, 2, 0, 0, 0, 0, 0, 0]);
         assert_eq!(first.options.types[0].mask, [255, 255, 0, 0, 0, 0, 0, 0]);
         assert_eq!(first.expected_service_times, [Some(Duration::from_micros(100)), Some(Duration::from_nanos(7500))]);
         let id = dispatch::RequestIdPosition { offset: 0, response_offset: 4, bytes: 2 };
-        assert_eq!(first.options.request_id, Some(id));
+        assert_eq!(first.options.request_id_position, Some(id));
         assert_eq!(&second.options.types[0].value, b"get \0\0\0\0");
         assert_eq!(
-            (second.options.other_class, second.class_count, second.options.observes_service_times),
+            (second.options.default_class, second.class_count, second.options.measures_service_times),
             (1, 2, false)
         );
         assert_eq!(
@@ -384,51 +384,54 @@ class = 1
 
     #[test]
     fn mistakes_name_line_key_and_what_was_expected() {
-        let error = |rest: &str| parse(&format!("{DNS_CONFIG}{rest}\n")).unwrap_err();
+        let error_of_config = |rest: &str| parse(&format!("{DNS_SERVICE_CONFIG}{rest}\n")).unwrap_err();
         assert_eq!(
-            error("policy = \"jsk\""),
+            error_of_config("policy = \"jsk\""),
             "dispatch.toml:3:10: key `service.policy`: policy \"jsk\" is not known: expected \"random\", \"rr\", \
              \"jsq\", \
              \"jlq\" or \"jbsrq\" (nearest: `jsq`)"
         );
         assert_eq!(
-            error("bound = 0"),
+            error_of_config("bound = 0"),
             "dispatch.toml:3:9: key `service.bound`: 0: expected a whole number from 1 to 65535"
         );
         assert_eq!(
-            error("response_timeout = \"60s\""),
+            error_of_config("response_timeout = \"60s\""),
             "dispatch.toml:3:20: key `service.response_timeout`: \"60s\": expected a time with its unit, from \
              \"100ms\" to \
              \"20s\""
         );
         assert_eq!(
-            error("request_id = { offset = 0, bytes = 9 }"),
+            error_of_config("request_id = { offset = 0, bytes = 9 }"),
             "dispatch.toml:3:36: key `service.request_id.bytes`: 9: expected a whole number from 1 to 8"
         );
-        assert!(error("[[service.type]]\nvalue = 1").contains("expected `value` if the service has a `type_field`"));
-        assert!(error("[[service.type]]\nprefix = \"far too long\"").contains("expected 1 to 8 bytes"));
         assert!(
-            error("type_field = { offset = 0, bytes = 1 }\n[[service.type]]\nvalue = 256")
+            error_of_config("[[service.type]]\nvalue = 1")
+                .contains("expected `value` if the service has a `type_field`")
+        );
+        assert!(error_of_config("[[service.type]]\nprefix = \"far too long\"").contains("expected 1 to 8 bytes"));
+        assert!(
+            error_of_config("type_field = { offset = 0, bytes = 1 }\n[[service.type]]\nvalue = 256")
                 .contains("value = 256: expected a number of 1 bytes")
         );
         assert!(
-            error(DNS_CONFIG).contains("key `service.listen`: 0.0.0.0:53 is listed twice"),
+            error_of_config(DNS_SERVICE_CONFIG).contains("key `service.listen`: 0.0.0.0:53 is listed twice"),
             "{}",
-            error(DNS_CONFIG)
+            error_of_config(DNS_SERVICE_CONFIG)
         );
-        let error_of_class = error("[[service.type]]\nprefix = \"a\"\nclass = 4");
-        assert!(error_of_class.ends_with("4: expected a whole number from 0 to 3"), "{error_of_class}");
+        let class_error = error_of_config("[[service.type]]\nprefix = \"a\"\nclass = 4");
+        assert!(class_error.ends_with("4: expected a whole number from 0 to 3"), "{class_error}");
         assert!(parse("service = []\n").unwrap_err().contains("expected at least one [[service]]"));
-        assert!(error("liste = 1").contains("key `service.liste`: is not known: expected one of `listen`"));
+        assert!(error_of_config("liste = 1").contains("key `service.liste`: is not known: expected one of `listen`"));
     }
 
     #[test]
     fn all_mistakes_are_reported_at_once() {
         let text = "[[service]]\npolicy = \"x\"\n[[service.type]]\n[[service]]\nlisten = \"0.0.0.0:0\"\nbound = 0\n";
         let mistakes = parse(text).unwrap_err();
-        let places: Vec<&str> = mistakes.lines().map(|line| line.split(": ").next().unwrap()).collect();
+        let mistake_positions: Vec<&str> = mistakes.lines().map(|line| line.split(": ").next().unwrap()).collect();
         assert_eq!(
-            places,
+            mistake_positions,
             ["1:1", "2:10", "3:1", "5:10", "6:9"].map(|place| format!("dispatch.toml:{place}")),
             "{mistakes}"
         );

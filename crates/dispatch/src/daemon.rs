@@ -23,12 +23,12 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
     let (sender, signal) = channel();
     ctrlc::set_handler(move || _ = sender.send(())).context("cannot handle SIGTERM and SIGINT")?;
     let dispatcher = Dispatcher::start(config)?;
-    let pins: Vec<PathBuf> = config
+    let service_pin_directories: Vec<PathBuf> = config
         .services
         .iter()
         .map(|named| service::service_pin_directory(&config.pin_directory, named.options.service))
         .collect();
-    metrics_endpoint::serve(config.metrics, || (), move || metrics_snapshot(&pins))?;
+    metrics_endpoint::serve(config.metrics, || (), move || metrics_snapshot(&service_pin_directories))?;
     while signal.recv_timeout(THREAD_CHECK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
         ensure!(dispatcher.is_running(), "the thread that maintains the services has ended");
     }
@@ -41,11 +41,11 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
 
 /// Returns the counters of the BPF programs, read from the services' pins so that no thread waits for another.
 fn metrics_snapshot(pins: &[PathBuf]) -> Snapshot {
-    let mut page = component::base_snapshot(Component::Dispatch);
+    let mut snapshot = component::base_snapshot(Component::Dispatch);
     match status::read_pinned_status(pins) {
         Ok(services) => {
-            let services: Vec<_> = services.into_iter().map(v1::DispatchedService::from).collect();
-            component::add_dispatch(&mut page, "", &services);
+            let dispatched_services: Vec<_> = services.into_iter().map(v1::DispatchedService::from).collect();
+            component::add_dispatch_counters(&mut snapshot, "", &dispatched_services);
         }
         Err(error) => {
             tracing::warn!(
@@ -55,5 +55,5 @@ fn metrics_snapshot(pins: &[PathBuf]) -> Snapshot {
             )
         }
     }
-    page
+    snapshot
 }

@@ -8,20 +8,20 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use anyhow::{Context as _, anyhow};
-use coreward_dataplane::dispatch::{POLL_INTERVAL, cgroup_root};
+use coreward_dataplane::dispatch::{POLL_INTERVAL, cgroup2_mount_point};
 use parking_lot::Mutex;
 
 use crate::config::Config;
-use crate::service::{self, Service};
+use crate::service::{self, DispatchedService};
 use crate::status::ServiceStatus;
 
 /// Handle of the maintenance thread, which ends when the handle is dropped; requests are still dispatched.
 #[derive(Debug)]
 pub struct Dispatcher {
     /// Sender of new configurations to the thread; `None` only during the drop.
-    config_sender: Option<Sender<ConfigChange>>,
-    state: Arc<Mutex<DispatchState>>,
-    thread: Option<JoinHandle<()>>,
+    config_change_sender: Option<Sender<ConfigChange>>,
+    shared_state: Arc<Mutex<DispatchState>>,
+    maintenance_thread: Option<JoinHandle<()>>,
 }
 
 /// New configuration, and the sender for the result of applying it.
@@ -37,42 +37,46 @@ pub struct DispatchState {
 impl Dispatcher {
     /// Loads the programs, or takes over running ones, in the network namespace of the calling thread.
     pub fn start(config: &Config) -> anyhow::Result<Self> {
-        let mut services = Services::start(config)?;
+        let mut services = MaintainedServices::start(config)?;
         let (sender, receiver) = channel();
-        let seen = Arc::new(Mutex::new(DispatchState::default()));
-        let reported = Arc::clone(&seen);
+        let shared_state = Arc::new(Mutex::new(DispatchState::default()));
+        let published_state = Arc::clone(&shared_state);
         // The thread inherits the network namespace.
-        let thread = std::thread::Builder::new()
+        let maintenance_thread = std::thread::Builder::new()
             .name("dispatch".to_owned())
-            .spawn(move || services.maintenance_loop(&receiver, &reported))
+            .spawn(move || services.run_maintenance_loop(&receiver, &published_state))
             .context("cannot start the thread that maintains the services")?;
-        Ok(Self { config_sender: Some(sender), state: seen, thread: Some(thread) })
+        Ok(Self { config_change_sender: Some(sender), shared_state, maintenance_thread: Some(maintenance_thread) })
     }
 
     /// Replaces the services. The kernel again selects sockets of removed services; others continue without
     /// interruption. A service whose program the kernel rejects stays unchanged. Fails when a program was rejected.
     pub fn replace_config(&self, config: Config) -> anyhow::Result<()> {
         let (sender, outcome) = channel();
-        let gone = || anyhow!("the thread that maintains the services has ended: expected a restart");
-        self.config_sender.as_ref().ok_or_else(gone)?.send((config, sender)).map_err(|_| gone())?;
-        outcome.recv().map_err(|_| gone())?
+        let thread_ended_error = || anyhow!("the thread that maintains the services has ended: expected a restart");
+        self.config_change_sender
+            .as_ref()
+            .ok_or_else(thread_ended_error)?
+            .send((config, sender))
+            .map_err(|_| thread_ended_error())?;
+        outcome.recv().map_err(|_| thread_ended_error())?
     }
 
     pub fn state(&self) -> DispatchState {
-        self.state.lock().clone()
+        self.shared_state.lock().clone()
     }
 
     /// Returns whether the maintenance thread is running.
     pub fn is_running(&self) -> bool {
-        self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
+        self.maintenance_thread.as_ref().is_some_and(|thread| !thread.is_finished())
     }
 }
 
 /// Ends the dispatch of these services: the kernel selects again. Fails when something cannot be removed.
 pub fn detach(config: &Config) -> anyhow::Result<()> {
-    let pins =
+    let service_pin_directories =
         |named: &crate::config::Service| service::service_pin_directory(&config.pin_directory, named.options.service);
-    config.services.iter().try_for_each(|named| service::detach(&pins(named)))?;
+    config.services.iter().try_for_each(|named| service::end_dispatch(&service_pin_directories(named)))?;
     // Other services may use the directory.
     let _ = std::fs::remove_dir(&config.pin_directory);
     Ok(())
@@ -80,8 +84,8 @@ pub fn detach(config: &Config) -> anyhow::Result<()> {
 
 impl Drop for Dispatcher {
     fn drop(&mut self) {
-        self.config_sender = None;
-        if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
+        self.config_change_sender = None;
+        if self.maintenance_thread.take().is_some_and(|thread| thread.join().is_err()) {
             tracing::error!(
                 event = "thread-panicked",
                 thread = "dispatch",
@@ -91,66 +95,68 @@ impl Drop for Dispatcher {
     }
 }
 
-struct Services {
+struct MaintainedServices {
     pin_directory: PathBuf,
-    services: Vec<Service>,
+    services: Vec<DispatchedService>,
 }
 
-impl Services {
+impl MaintainedServices {
     fn start(config: &Config) -> anyhow::Result<Self> {
-        let mut all = Self { pin_directory: config.pin_directory.clone(), services: Vec::new() };
-        all.replace(config)?;
-        Ok(all)
+        let mut maintained_services = Self { pin_directory: config.pin_directory.clone(), services: Vec::new() };
+        maintained_services.replace_services(config)?;
+        Ok(maintained_services)
     }
 
-    fn maintenance_loop(&mut self, requests: &Receiver<ConfigChange>, seen: &Mutex<DispatchState>) {
-        let mut next = Instant::now();
+    fn run_maintenance_loop(&mut self, requests: &Receiver<ConfigChange>, shared_state: &Mutex<DispatchState>) {
+        let mut next_poll_at = Instant::now();
         loop {
-            self.services.iter_mut().for_each(Service::poll);
-            *seen.lock() = self.state();
+            self.services.iter_mut().for_each(DispatchedService::poll);
+            *shared_state.lock() = self.current_state();
             // Missed polls are not repeated: requests would seem older than they are.
-            next = (next + POLL_INTERVAL).max(Instant::now());
-            match requests.recv_timeout(next.saturating_duration_since(Instant::now())) {
+            next_poll_at = (next_poll_at + POLL_INTERVAL).max(Instant::now());
+            match requests.recv_timeout(next_poll_at.saturating_duration_since(Instant::now())) {
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => break,
                 Ok((config, outcome)) => {
-                    let _ = outcome.send(self.replace(&config));
-                    next = Instant::now();
+                    let _ = outcome.send(self.replace_services(&config));
+                    next_poll_at = Instant::now();
                 }
             }
         }
     }
 
-    fn state(&self) -> DispatchState {
+    fn current_state(&self) -> DispatchState {
         DispatchState {
-            services: self.services.iter().map(Service::status).collect(),
-            warnings: self.services.iter().filter_map(Service::warning).collect(),
+            services: self.services.iter().map(DispatchedService::status).collect(),
+            warnings: self.services.iter().filter_map(DispatchedService::warning).collect(),
         }
     }
 
-    fn replace(&mut self, config: &Config) -> anyhow::Result<()> {
-        let cgroup = config.cgroup.clone().map_or_else(cgroup_root, Ok)?;
-        let stays = |service: &Service| {
+    fn replace_services(&mut self, config: &Config) -> anyhow::Result<()> {
+        let cgroup = config.cgroup.clone().map_or_else(cgroup2_mount_point, Ok)?;
+        let is_kept = |service: &DispatchedService| {
             config.pin_directory == self.pin_directory
-                && config.services.iter().any(|named| named.options.service == service.listen())
+                && config.services.iter().any(|named| named.options.service == service.listen_address())
         };
-        let (staying, leaving): (Vec<_>, Vec<_>) = self.services.drain(..).partition(stays);
+        let (staying, leaving): (Vec<_>, Vec<_>) = self.services.drain(..).partition(is_kept);
         self.services = staying;
-        let mut outcome = Ok(());
+        let mut replace_result = Ok(());
         for service in leaving {
-            let listen = service.listen();
+            let listen_address = service.listen_address();
             drop(service);
-            outcome = outcome.and(service::detach(&service::service_pin_directory(&self.pin_directory, listen)));
+            replace_result = replace_result
+                .and(service::end_dispatch(&service::service_pin_directory(&self.pin_directory, listen_address)));
         }
         self.pin_directory.clone_from(&config.pin_directory);
         for named in &config.services {
-            let place = self.services.iter().position(|service| service.listen() == named.options.service);
-            match (place, Service::start(named, &self.pin_directory, &cgroup)) {
+            let service_index =
+                self.services.iter().position(|service| service.listen_address() == named.options.service);
+            match (service_index, DispatchedService::start(named, &self.pin_directory, &cgroup)) {
                 (Some(place), Ok(service)) => self.services[place] = service,
                 (None, Ok(service)) => self.services.push(service),
-                (_, Err(error)) => outcome = outcome.and(Err(error)),
+                (_, Err(error)) => replace_result = replace_result.and(Err(error)),
             }
         }
-        outcome
+        replace_result
     }
 }

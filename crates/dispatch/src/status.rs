@@ -14,21 +14,21 @@ const MAX_POLL_DELAY: Duration = POLL_INTERVAL.saturating_mul(20);
 
 #[derive(Debug, Clone)]
 pub struct ServiceStatus {
-    pub listen: SocketAddr,
+    pub listen_address: SocketAddr,
     pub policy: &'static str,
     pub since_last_poll: Duration,
-    pub workers: Vec<WorkerCounts>,
+    pub worker_counts: Vec<WorkerCounts>,
     pub counters: Vec<(&'static str, u64)>,
 }
 
 impl From<&RequestLedger> for ServiceStatus {
     fn from(ledger: &RequestLedger) -> Self {
-        let (listen, policy) = ledger.service();
+        let (listen_address, policy) = ledger.service();
         Self {
-            listen,
+            listen_address,
             policy,
-            since_last_poll: ledger.since_last_poll(),
-            workers: ledger.workers(),
+            since_last_poll: ledger.time_since_last_poll(),
+            worker_counts: ledger.worker_counts(),
             counters: COUNTER_NAMES.into_iter().zip(ledger.counters()).collect(),
         }
     }
@@ -37,32 +37,32 @@ impl From<&RequestLedger> for ServiceStatus {
 impl From<ServiceStatus> for v1::DispatchedService {
     fn from(status: ServiceStatus) -> Self {
         Self {
-            listen: status.listen.to_string(),
+            listen: status.listen_address.to_string(),
             policy: status.policy.to_owned(),
-            workers: status.workers.iter().map(worker_message).collect(),
+            workers: status.worker_counts.iter().map(to_worker_message).collect(),
             counters: status.counters.into_iter().map(|(name, count)| (name.to_owned(), count)).collect(),
         }
     }
 }
 
-fn worker_message(counts: &WorkerCounts) -> v1::DispatchedWorker {
+fn to_worker_message(counts: &WorkerCounts) -> v1::DispatchedWorker {
     v1::DispatchedWorker {
-        worker: counts.slot,
-        pid: counts.pid,
-        outstanding: counts.outstanding,
+        worker: counts.socket_slot,
+        pid: counts.worker_pid,
+        outstanding: counts.outstanding_requests,
         outstanding_work_ns: counts.outstanding_work.as_nanos() as u64,
-        queued: counts.queued,
-        dispatched: counts.dispatched,
-        completed: counts.completed,
-        abandoned: counts.abandoned,
-        dropped: counts.dropped.into(),
+        queued: counts.queued_datagrams,
+        dispatched: counts.dispatched_requests,
+        completed: counts.completed_requests,
+        abandoned: counts.abandoned_requests,
+        dropped: counts.dropped_datagrams.into(),
         eligible: counts.is_eligible,
     }
 }
 
 /// Returns the status of every service with pins in these directories. Fails when one cannot be read.
 pub fn read_pinned_status(pins: &[PathBuf]) -> anyhow::Result<Vec<ServiceStatus>> {
-    pins.iter().map(|directory| Ok(ServiceStatus::from(&dispatch::pinned_ledger(directory)?))).collect()
+    pins.iter().map(|directory| Ok(ServiceStatus::from(&dispatch::open_pinned_ledger(directory)?))).collect()
 }
 
 pub fn format_status(services: &[ServiceStatus]) -> String {
@@ -71,7 +71,7 @@ pub fn format_status(services: &[ServiceStatus]) -> String {
         text.push_str("no service is dispatched\n");
     }
     for service in services {
-        let _ = writeln!(text, "{}: {}", service.listen, service.policy);
+        let _ = writeln!(text, "{}: {}", service.listen_address, service.policy);
         if service.since_last_poll > MAX_POLL_DELAY {
             let _ = writeln!(
                 text,
@@ -79,7 +79,7 @@ pub fn format_status(services: &[ServiceStatus]) -> String {
                 service.since_last_poll
             );
         }
-        let _ = writeln!(text, "{}", worker_table(&service.workers));
+        let _ = writeln!(text, "{}", worker_table(&service.worker_counts));
         let counters: Vec<String> = service.counters.iter().map(|(name, count)| format!("{name} {count}")).collect();
         let _ = writeln!(text, "{}", counters.join(", "));
     }
@@ -87,8 +87,8 @@ pub fn format_status(services: &[ServiceStatus]) -> String {
 }
 
 fn worker_table(workers: &[WorkerCounts]) -> comfy_table::Table {
-    let mut table = comfy_table::Table::new();
-    table.load_style(comfy_table::presets::ASCII_MARKDOWN).set_header([
+    let mut worker_table = comfy_table::Table::new();
+    worker_table.load_style(comfy_table::presets::ASCII_MARKDOWN).set_header([
         "worker",
         "pid",
         "outstanding",
@@ -101,49 +101,49 @@ fn worker_table(workers: &[WorkerCounts]) -> comfy_table::Table {
         "eligible",
     ]);
     for worker in workers {
-        table.add_row([
-            worker.slot.to_string(),
-            worker.pid.to_string(),
-            worker.outstanding.to_string(),
+        worker_table.add_row([
+            worker.socket_slot.to_string(),
+            worker.worker_pid.to_string(),
+            worker.outstanding_requests.to_string(),
             worker.outstanding_work.as_micros().to_string(),
-            worker.queued.to_string(),
-            worker.dispatched.to_string(),
-            worker.completed.to_string(),
-            worker.abandoned.to_string(),
-            worker.dropped.to_string(),
+            worker.queued_datagrams.to_string(),
+            worker.dispatched_requests.to_string(),
+            worker.completed_requests.to_string(),
+            worker.abandoned_requests.to_string(),
+            worker.dropped_datagrams.to_string(),
             if worker.is_eligible { "yes" } else { "no" }.to_owned(),
         ]);
     }
-    table
+    worker_table
 }
 
-pub fn json(services: &[ServiceStatus]) -> Value {
+pub fn status_json(services: &[ServiceStatus]) -> Value {
     json!({ "services": services.iter().map(service_json).collect::<Vec<_>>() })
 }
 
 fn service_json(service: &ServiceStatus) -> Value {
-    let counters: serde_json::Map<String, Value> =
+    let counters_by_name: serde_json::Map<String, Value> =
         service.counters.iter().map(|(name, count)| ((*name).to_owned(), json!(count))).collect();
     json!({
-        "listen": service.listen.to_string(),
+        "listen": service.listen_address.to_string(),
         "policy": service.policy,
         "since_last_poll_ms": service.since_last_poll.as_millis() as u64,
-        "workers": service.workers.iter().map(worker_json).collect::<Vec<_>>(),
-        "counters": counters,
+        "workers": service.worker_counts.iter().map(worker_json).collect::<Vec<_>>(),
+        "counters": counters_by_name,
     })
 }
 
 fn worker_json(worker: &WorkerCounts) -> Value {
     json!({
-        "worker": worker.slot,
-        "pid": worker.pid,
-        "outstanding": worker.outstanding,
+        "worker": worker.socket_slot,
+        "pid": worker.worker_pid,
+        "outstanding": worker.outstanding_requests,
         "outstanding_work_us": worker.outstanding_work.as_secs_f64() * 1e6,
-        "queued": worker.queued,
-        "dispatched": worker.dispatched,
-        "completed": worker.completed,
-        "abandoned": worker.abandoned,
-        "dropped": worker.dropped,
+        "queued": worker.queued_datagrams,
+        "dispatched": worker.dispatched_requests,
+        "completed": worker.completed_requests,
+        "abandoned": worker.abandoned_requests,
+        "dropped": worker.dropped_datagrams,
         "eligible": worker.is_eligible,
     })
 }

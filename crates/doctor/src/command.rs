@@ -59,10 +59,10 @@ impl FromStr for ServiceArgument {
 
     fn from_str(text: &str) -> anyhow::Result<Self> {
         let (socket, protocol) = text.split_once('/').unwrap_or((text, Protocol::Tcp.name()));
-        let expected = || format!("{text:?}: expected ADDRESS:PORT, or with /tcp or /udp");
-        let socket = socket.parse().with_context(expected)?;
+        let syntax_error = || format!("{text:?}: expected ADDRESS:PORT, or with /tcp or /udp");
+        let socket = socket.parse().with_context(syntax_error)?;
         let protocol =
-            protocol.parse::<Protocol>().map_err(|error| anyhow::anyhow!("{error}")).with_context(expected)?;
+            protocol.parse::<Protocol>().map_err(|error| anyhow::anyhow!("{error}")).with_context(syntax_error)?;
         Ok(Self(ServiceAddress { socket, protocol }))
     }
 }
@@ -70,38 +70,40 @@ impl FromStr for ServiceArgument {
 /// Runs the checks. Returns the output, and whether no fault is left. Fails when the file or the options are wrong.
 pub fn run(args: &DoctorArgs) -> anyhow::Result<(String, bool)> {
     if args.list {
-        return Ok((list(args.format), true));
+        return Ok((list_checks(args.format), true));
     }
     let options = CliOptions {
-        config: args.config.clone(),
-        interface: args.interface.clone(),
+        config_file: args.config.clone(),
+        interface_override: args.interface.clone(),
         role: args.role,
-        controller: args.controller,
-        services: args.services.iter().map(|service| service.0).collect(),
+        controller_override: args.controller,
+        additional_services: args.services.iter().map(|service| service.0).collect(),
     };
     let mut facts = gather(&options)?;
-    let mut findings = checks::run(&facts);
-    let mut done = Vec::new();
+    let mut findings = checks::run_all_checks(&facts);
+    let mut executed_repairs = Vec::new();
     if args.fix {
-        done = fix::apply(&findings);
-        if !done.is_empty() {
+        executed_repairs = fix::apply_fixes(&findings);
+        if !executed_repairs.is_empty() {
             facts = gather(&options)?;
-            findings = checks::run(&facts);
+            findings = checks::run_all_checks(&facts);
         }
     }
-    let fit = findings.iter().all(|(_, finding)| finding.severity < Severity::Fault);
+    let has_no_fault = findings.iter().all(|(_, finding)| finding.severity < Severity::Fault);
     let text = match args.format {
-        Format::Text => report::text(&facts, &findings, &done),
-        Format::Json => format!("{:#}", report::json(&facts, &findings, &done)),
+        Format::Text => report::format_text(&facts, &findings, &executed_repairs),
+        Format::Json => format!("{:#}", report::format_json(&facts, &findings, &executed_repairs)),
     };
-    Ok((text, fit))
+    Ok((text, has_no_fault))
 }
 
 /// Returns the list of all checks in the given format.
-fn list(format: Format) -> String {
+fn list_checks(format: Format) -> String {
     match format {
-        Format::Text => checks::CHECKS.iter().map(report::check_line).collect::<Vec<_>>().join("\n"),
-        Format::Json => format!("{:#}", checks::CHECKS.iter().map(report::check_json).collect::<serde_json::Value>()),
+        Format::Text => checks::CHECKS.iter().map(report::describe_check).collect::<Vec<_>>().join("\n"),
+        Format::Json => {
+            format!("{:#}", checks::CHECKS.iter().map(report::check_to_json).collect::<serde_json::Value>())
+        }
     }
 }
 
@@ -111,23 +113,23 @@ mod tests {
 
     #[test]
     fn list_has_one_line_per_check() {
-        let text = list(Format::Text);
+        let text = list_checks(Format::Text);
         assert_eq!(text.lines().count(), checks::CHECKS.len());
-        let jit = text.lines().find(|line| line.starts_with("jit ")).unwrap();
-        assert!(jit.ends_with("lb, server (--fix): BPF programs are compiled, not interpreted"), "{jit}");
-        let json: serde_json::Value = serde_json::from_str(&list(Format::Json)).unwrap();
-        assert_eq!(json.as_array().unwrap().len(), checks::CHECKS.len());
-        assert_eq!(json[0]["roles"][0], "lb");
+        let jit_line = text.lines().find(|line| line.starts_with("jit ")).unwrap();
+        assert!(jit_line.ends_with("lb, server (--fix): BPF programs are compiled, not interpreted"), "{jit_line}");
+        let list_json: serde_json::Value = serde_json::from_str(&list_checks(Format::Json)).unwrap();
+        assert_eq!(list_json.as_array().unwrap().len(), checks::CHECKS.len());
+        assert_eq!(list_json[0]["roles"][0], "lb");
     }
 
     #[test]
-    fn services_are_named_by_address_port_and_protocol() {
-        let service = |text: &str| ServiceArgument::from_str(text).map(|argument| argument.0);
-        let expected = |protocol| ServiceAddress { socket: "10.200.0.1:80".parse().unwrap(), protocol };
-        assert_eq!(service("10.200.0.1:80").unwrap(), expected(Protocol::Tcp));
-        assert_eq!(service("10.200.0.1:80/udp").unwrap(), expected(Protocol::Udp));
+    fn service_argument_is_parsed_with_optional_protocol() {
+        let parse_service = |text: &str| ServiceArgument::from_str(text).map(|argument| argument.0);
+        let expected_address = |protocol| ServiceAddress { socket: "10.200.0.1:80".parse().unwrap(), protocol };
+        assert_eq!(parse_service("10.200.0.1:80").unwrap(), expected_address(Protocol::Tcp));
+        assert_eq!(parse_service("10.200.0.1:80/udp").unwrap(), expected_address(Protocol::Udp));
         for wrong in ["10.200.0.1", "10.200.0.1:80/sctp", ""] {
-            assert!(service(wrong).unwrap_err().to_string().contains("expected ADDRESS:PORT"), "{wrong}");
+            assert!(parse_service(wrong).unwrap_err().to_string().contains("expected ADDRESS:PORT"), "{wrong}");
         }
     }
 }

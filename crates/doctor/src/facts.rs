@@ -10,13 +10,13 @@ use coreward_agent::load::queues::Interrupt;
 use coreward_agent::rss::ethtool::FlowType;
 use coreward_agent::rss_conflicts::RssConflicts;
 use coreward_dataplane::device::XdpState;
-use coreward_dataplane::ethtool::Channels;
+use coreward_dataplane::ethtool::QueueCounts;
 use coreward_dataplane::lb::XdpMode;
 use coreward_model::ServiceAddress;
 use coreward_model::forwarding::Forwarding;
 use coreward_model::rss::InputTransform;
 
-use crate::nat_rules::Chain;
+use crate::nat_rules::NetfilterChain;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 pub enum Role {
@@ -51,13 +51,13 @@ pub struct Settings {
     /// Whether the agent sets net.ipv4.tcp_timestamps.
     pub manage_timestamps: bool,
     /// Whether the reported load of a core is the busy time of its CPU.
-    pub load_by_cpu_time: bool,
+    pub is_load_cpu_time: bool,
     /// How the agent selects workers, if it does.
     pub steer: Steer,
     /// XDP mode of the load balancer.
     pub xdp_mode: XdpMode,
     /// Number of the routing table in which the load balancer announces VIPs.
-    pub announce_table: Option<u32>,
+    pub announcement_table: Option<u32>,
 }
 
 /// All facts about a machine that checks examine.
@@ -67,11 +67,11 @@ pub struct Facts {
     pub settings: Settings,
     pub kernel: Kernel,
     /// Capabilities that this process lacks.
-    pub missing_rights: Vec<&'static str>,
+    pub missing_capabilities: Vec<&'static str>,
     /// Hard limit of open files, to which a daemon raises its limit.
     pub open_files_limit: u64,
     /// Values of sysctls by path below /proc/sys; missing sysctls have no entry.
-    pub sysctls: BTreeMap<String, String>,
+    pub sysctl_values: BTreeMap<String, String>,
     /// File system of the pin directory.
     pub bpf_file_system: BpfFileSystem,
     /// Reason why a new process cannot take over the pinned programs and maps.
@@ -81,18 +81,18 @@ pub struct Facts {
     /// Addresses of all network devices.
     pub addresses: Vec<Address>,
     /// Names of the devices of default routes.
-    pub default_routes: BTreeSet<String>,
+    pub default_route_devices: BTreeSet<String>,
     /// Number of online CPUs.
     pub cpu_count: usize,
     pub clock: Clock,
     /// Firewalls and connection tracking.
     pub netfilter: Netfilter,
     /// Controller that answered, or the error; `None`: no address is configured, or this is a controller's machine.
-    pub reachable_controller: Option<Result<SocketAddr, String>>,
+    pub controller_answer: Option<Result<SocketAddr, String>>,
     /// Services that this machine serves or balances.
     pub services: Vec<Service>,
     /// Servers of these services by name.
-    pub servers: BTreeMap<String, Server>,
+    pub servers_by_name: BTreeMap<String, Server>,
     /// Number of reports that the controller rejected because their time is in the future.
     pub future_report_count: u64,
     /// Announcement of VIPs; `None`: coreward announces no VIPs.
@@ -135,11 +135,11 @@ pub struct CertificateFacts {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Announcement {
     /// Number of the routing table.
-    pub table: u32,
+    pub routing_table_number: u32,
     /// `ip rule` entries that use the table, or the error.
-    pub rules: Result<Vec<String>, String>,
+    pub ip_rules: Result<Vec<String>, String>,
     /// Name of the running routing daemon.
-    pub daemon: Option<String>,
+    pub routing_daemon: Option<String>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -149,14 +149,14 @@ pub struct Kernel {
     /// Whether /sys/kernel/btf/vmlinux exists.
     pub has_btf: bool,
     /// Result of loading each program of the role; empty without capabilities.
-    pub programs: BTreeMap<&'static str, Result<(), String>>,
+    pub program_load_results: BTreeMap<&'static str, Result<(), String>>,
 }
 
 /// File system of the pin directory.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct BpfFileSystem {
     /// Nearest existing ancestor of the pin directory.
-    pub directory: PathBuf,
+    pub existing_directory: PathBuf,
     /// Whether the directory is in a BPF file system.
     pub is_bpf: bool,
 }
@@ -173,11 +173,11 @@ pub struct Device {
     /// Name of the device's driver.
     pub driver: String,
     /// Numbers of channels (queues); `None`: the driver does not report them.
-    pub channels: Option<Channels>,
+    pub channels: Option<QueueCounts>,
     /// Whether the device merges received packets in hardware.
     pub is_lro_enabled: bool,
     /// Whether RSS hashes packets of this type by their ports; no entry: the driver does not report it.
-    pub port_hashing: BTreeMap<FlowType, bool>,
+    pub port_hashing_by_flow_type: BTreeMap<FlowType, bool>,
     /// XDP programs on the device.
     pub xdp: XdpState,
     /// Whether the other end has an XDP program; `None`: the device is no veth, or its other end is not visible.
@@ -189,15 +189,15 @@ pub struct Device {
     /// Settings by which packets reach other cores than RSS selects.
     pub rss_conflicts: RssConflicts,
     /// Known interrupts of the device by receive queue.
-    pub interrupts: BTreeMap<u16, Interrupt>,
+    pub interrupts_by_queue: BTreeMap<u16, Interrupt>,
     /// Number of entries of the RSS table and input transform of the hash, or the problem.
-    pub rss: Result<(usize, InputTransform), RssProblem>,
+    pub rss_entries_and_transform: Result<(usize, InputTransform), RssProblem>,
     /// Whether the driver moves open connections to other queues (ATR); `None`: it cannot.
-    pub moves_connections: Option<bool>,
+    pub moves_open_connections: Option<bool>,
     /// Whether the device removes VLAN tags of received frames.
     pub strips_vlan_tags: bool,
     /// VLAN devices on this device.
-    pub vlans: Vec<String>,
+    pub vlan_devices: Vec<String>,
     /// Whether /sys shows this network namespace. If not, RPS and interrupts are not visible.
     pub is_sysfs_visible: bool,
 }
@@ -224,7 +224,7 @@ pub struct Address {
 
 impl Address {
     /// Returns whether `other` is in the network of this address.
-    pub fn reaches(&self, other: IpAddr) -> bool {
+    pub fn is_same_network(&self, other: IpAddr) -> bool {
         match (self.address, self.mask, other) {
             (IpAddr::V4(own), IpAddr::V4(mask), IpAddr::V4(other)) => own & mask == other & mask,
             (IpAddr::V6(own), IpAddr::V6(mask), IpAddr::V6(other)) => own & mask == other & mask,
@@ -236,16 +236,16 @@ impl Address {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Clock {
     /// Clock source of the kernel; empty: unknown.
-    pub source: String,
+    pub clock_source: String,
     /// Whether the wall clock is synchronised (NTP); `None` if unknown.
-    pub synchronised: Option<bool>,
+    pub is_synchronised: Option<bool>,
 }
 
 /// Firewalls and connection tracking of this network namespace.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Netfilter {
     /// Chains of nftables, including those of iptables-nft, or the error of reading them.
-    pub chains: Result<Vec<Chain>, String>,
+    pub chains: Result<Vec<NetfilterChain>, String>,
     /// Names of the tables of legacy iptables.
     pub legacy_tables: Vec<String>,
 }
@@ -286,7 +286,7 @@ pub struct Server {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Sockets {
     /// Number of the service's sockets.
-    pub count: usize,
+    pub socket_count: usize,
     /// Whether the sockets have SO_REUSEPORT; `None`: unknown.
     pub has_reuseport: Option<bool>,
     /// CPUs on which each process that waits for one of the sockets may run.
@@ -297,7 +297,7 @@ pub struct Sockets {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ControllerFacts {
     /// Listening address of the controller.
-    pub listen: SocketAddr,
+    pub listen_address: SocketAddr,
     /// Error of binding the listening address.
     pub listen_problem: Option<String>,
     /// Whether a controller answers at the listening address.
@@ -334,12 +334,12 @@ impl Facts {
     }
 
     pub fn sysctl(&self, path: &str) -> Option<u32> {
-        self.sysctls.get(path)?.trim().parse().ok()
+        self.sysctl_values.get(path)?.trim().parse().ok()
     }
 
     /// Returns the values of a sysctl in net.ipv4.conf for `all` and for the services' device.
-    pub fn device_sysctl(&self, name: &str) -> Option<(u32, u32)> {
-        let of = |device: &str| self.sysctl(&device_sysctl(device, name));
+    pub fn device_and_all_sysctl(&self, name: &str) -> Option<(u32, u32)> {
+        let of = |device: &str| self.sysctl(&device_sysctl_path(device, name));
         Some((of("all")?, of(self.interface())?))
     }
 
@@ -349,14 +349,14 @@ impl Facts {
 }
 
 /// Returns the path below /proc/sys of the sysctl that disables IPv6 on a device.
-pub fn disable_ipv6_sysctl(device: &str) -> String {
+pub fn disable_ipv6_sysctl_path(device: &str) -> String {
     format!("net/ipv6/conf/{device}/disable_ipv6")
 }
 
 /// Path below /proc/sys of the sysctl that makes the machine forward IPv6 packets.
-pub const IPV6_FORWARDING: &str = "net/ipv6/conf/all/forwarding";
+pub const IPV6_FORWARDING_SYSCTL: &str = "net/ipv6/conf/all/forwarding";
 
 /// Returns the path below /proc/sys of a device's sysctl in net.ipv4.conf.
-pub fn device_sysctl(device: &str, name: &str) -> String {
+pub fn device_sysctl_path(device: &str, name: &str) -> String {
     format!("net/ipv4/conf/{device}/{name}")
 }

@@ -34,15 +34,15 @@ pub struct Finding {
     /// Consequence of the finding; empty for `Ok`.
     pub consequence: String,
     /// Steps that repair the problem.
-    pub remedies: Vec<Remediation>,
+    pub remedies: Vec<RemedyStep>,
 }
 
 /// Step by which an operator, or `--fix`, repairs a problem.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Remediation {
+pub struct RemedyStep {
     pub command: String,
     /// Equivalent of the command that `--fix` may execute; `None`: only the operator may.
-    pub fix: Option<Fix>,
+    pub automatic_fix: Option<Fix>,
 }
 
 /// Repair that `--fix` can execute. No repair can break a connection.
@@ -89,26 +89,26 @@ impl Finding {
     }
 
     /// Adds a step that the operator executes.
-    pub fn with_remediation(mut self, command: impl Into<String>) -> Self {
-        self.remedies.push(Remediation { command: command.into(), fix: None });
+    pub fn with_remedy_step(mut self, command: impl Into<String>) -> Self {
+        self.remedies.push(RemedyStep { command: command.into(), automatic_fix: None });
         self
     }
 
     /// Adds a step that `--fix` may execute.
     pub fn with_fix(mut self, fix: Fix) -> Self {
-        self.remedies.push(Remediation { command: fix.command(), fix: Some(fix) });
+        self.remedies.push(RemedyStep { command: fix.shell_command(), automatic_fix: Some(fix) });
         self
     }
 
     /// Adds a step that sets a sysctl; `--fix` may execute it if `safe`.
     pub fn with_sysctl(self, path: String, value: &'static str, safe: bool) -> Self {
         let fix = Fix::Sysctl { path, value };
-        if safe { self.with_fix(fix) } else { self.with_remediation(fix.command()) }
+        if safe { self.with_fix(fix) } else { self.with_remedy_step(fix.shell_command()) }
     }
 }
 
 impl Fix {
-    pub fn command(&self) -> String {
+    pub fn shell_command(&self) -> String {
         match self {
             // With slashes, because names of devices may contain dots.
             Fix::Sysctl { path, value } => format!("sysctl -w {}={value}", sysctl_name(path)),
@@ -129,10 +129,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn remedies_are_shell_commands() {
-        let sysctl = |device: &str| Fix::Sysctl { path: format!("net/ipv4/conf/{device}/arp_ignore"), value: "1" };
-        assert_eq!(sysctl("eth0").command(), "sysctl -w net.ipv4.conf.eth0.arp_ignore=1");
-        assert_eq!(sysctl("eth0.7").command(), "sysctl -w net/ipv4/conf/eth0.7/arp_ignore=1");
-        assert_eq!(Fix::RestrictToOwner("/s".into()).command(), "chmod 600 /s");
+    fn fixes_are_shown_as_shell_commands() {
+        let arp_ignore_fix =
+            |device: &str| Fix::Sysctl { path: format!("net/ipv4/conf/{device}/arp_ignore"), value: "1" };
+        assert_eq!(arp_ignore_fix("eth0").shell_command(), "sysctl -w net.ipv4.conf.eth0.arp_ignore=1");
+        assert_eq!(arp_ignore_fix("eth0.7").shell_command(), "sysctl -w net/ipv4/conf/eth0.7/arp_ignore=1");
+        assert_eq!(Fix::RestrictToOwner("/s".into()).shell_command(), "chmod 600 /s");
     }
 }

@@ -15,48 +15,50 @@ use crate::finding::{Finding, Fix, sysctl_name};
 pub const SYSCTL_DROP_IN_PATH: &str = "/etc/sysctl.d/90-coreward.conf";
 
 /// Executes all safe repairs. Returns a sentence for each repair that was done or has failed.
-pub fn apply(findings: &[(&'static Check, Finding)]) -> Vec<String> {
-    let mut done = Vec::new();
+pub fn apply_fixes(findings: &[(&'static Check, Finding)]) -> Vec<String> {
+    let mut repair_reports = Vec::new();
     for (check, finding) in findings {
-        for fix in finding.remedies.iter().filter_map(|remedy| remedy.fix.as_ref()) {
-            done.push(match apply_fix(fix, check.name) {
+        for fix in finding.remedies.iter().filter_map(|remedy| remedy.automatic_fix.as_ref()) {
+            repair_reports.push(match apply_fix(fix, check.name) {
                 Ok(words) => words,
-                Err(error) => format!("NOT done: {}: {error:#}", fix.command()),
+                Err(error) => format!("NOT done: {}: {error:#}", fix.shell_command()),
             });
         }
     }
-    done
+    repair_reports
 }
 
 fn apply_fix(fix: &Fix, check: &str) -> anyhow::Result<String> {
     match fix {
         Fix::Sysctl { path, value } => {
             let file = Path::new("/proc/sys").join(path);
-            let before = fs::read_to_string(&file).with_context(|| file.display().to_string())?;
+            let previous_value = fs::read_to_string(&file).with_context(|| file.display().to_string())?;
             fs::write(&file, value).with_context(|| file.display().to_string())?;
-            let name = sysctl_name(path);
-            let kept = match write_drop_in(Path::new(SYSCTL_DROP_IN_PATH), &name, value, check) {
+            let sysctl_name = sysctl_name(path);
+            let persistence_note = match write_drop_in_line(Path::new(SYSCTL_DROP_IN_PATH), &sysctl_name, value, check)
+            {
                 Ok(()) => format!("also at the next boot, by {SYSCTL_DROP_IN_PATH}"),
                 Err(error) => format!("until the next boot only ({SYSCTL_DROP_IN_PATH}: {error})"),
             };
-            Ok(format!("{name}: {} -> {value}, {kept}", before.trim()))
+            Ok(format!("{sysctl_name}: {} -> {value}, {persistence_note}", previous_value.trim()))
         }
         Fix::WriteFile { path, value } => {
-            let before = fs::read_to_string(path).with_context(|| path.display().to_string())?;
+            let previous_value = fs::read_to_string(path).with_context(|| path.display().to_string())?;
             fs::write(path, value).with_context(|| path.display().to_string())?;
-            let words = "until the next boot, unless another program sets it again";
-            Ok(format!("{}: {} -> {value}, {words}", path.display(), before.trim()))
+            let until_boot_note = "until the next boot, unless another program sets it again";
+            Ok(format!("{}: {} -> {value}, {until_boot_note}", path.display(), previous_value.trim()))
         }
         Fix::MountBpf => {
-            let place = PathBuf::from("/sys/fs/bpf");
-            mount(Some("bpf"), &place, Some("bpf"), MsFlags::empty(), None::<&str>)
-                .with_context(|| format!("mounting at {}", place.display()))?;
-            Ok(format!("{}: mounted, until the next boot (systemd does it at boot)", place.display()))
+            let mount_point = PathBuf::from("/sys/fs/bpf");
+            mount(Some("bpf"), &mount_point, Some("bpf"), MsFlags::empty(), None::<&str>)
+                .with_context(|| format!("mounting at {}", mount_point.display()))?;
+            Ok(format!("{}: mounted, until the next boot (systemd does it at boot)", mount_point.display()))
         }
         Fix::RestrictToOwner(path) => {
-            let before = fs::metadata(path).with_context(|| path.display().to_string())?.permissions().mode() & 0o777;
+            let previous_mode =
+                fs::metadata(path).with_context(|| path.display().to_string())?.permissions().mode() & 0o777;
             fs::set_permissions(path, fs::Permissions::from_mode(0o600)).with_context(|| path.display().to_string())?;
-            Ok(format!("{}: mode {before:o} -> 600", path.display()))
+            Ok(format!("{}: mode {previous_mode:o} -> 600", path.display()))
         }
     }
 }
@@ -66,25 +68,26 @@ const DROP_IN_HEADER: &str = "\
                     # Delete a line, or the file, to undo it for the next boot.\n";
 
 /// Writes `name = value` to the drop-in file, in place of an older line for the same sysctl.
-fn write_drop_in(file: &Path, name: &str, value: &str, check: &str) -> io::Result<()> {
+fn write_drop_in_line(file: &Path, name: &str, value: &str, check: &str) -> io::Result<()> {
     let text = match fs::read_to_string(file) {
         Err(error) if error.kind() == ErrorKind::NotFound => DROP_IN_HEADER.to_owned(),
         text => text?,
     };
-    let is_of_name = |line: &&str| line.split('=').next().is_some_and(|key| key.trim() == name);
-    let mut kept: String = text.lines().filter(|line| !is_of_name(line)).map(|line| format!("{line}\n")).collect();
-    kept += &format!("# {check}\n{name} = {value}\n");
-    fs::write(file, remove_orphan_comments(&kept))
+    let sets_same_sysctl = |line: &&str| line.split('=').next().is_some_and(|key| key.trim() == name);
+    let mut kept_lines: String =
+        text.lines().filter(|line| !sets_same_sysctl(line)).map(|line| format!("{line}\n")).collect();
+    kept_lines += &format!("# {check}\n{name} = {value}\n");
+    fs::write(file, remove_orphan_comments(&kept_lines))
 }
 
 /// Removes comments whose sysctl line was replaced.
 fn remove_orphan_comments(text: &str) -> String {
     let lines: Vec<&str> = text.lines().collect();
-    let orphan = |at: usize| {
-        let comment = |line: &str| line.starts_with("# ") && !DROP_IN_HEADER.contains(line);
-        comment(lines[at]) && lines.get(at + 1).is_none_or(|next| comment(next))
+    let is_orphan = |at: usize| {
+        let is_comment = |line: &str| line.starts_with("# ") && !DROP_IN_HEADER.contains(line);
+        is_comment(lines[at]) && lines.get(at + 1).is_none_or(|next| is_comment(next))
     };
-    (0..lines.len()).filter(|at| !orphan(*at)).map(|at| format!("{}\n", lines[at])).collect()
+    (0..lines.len()).filter(|at| !is_orphan(*at)).map(|at| format!("{}\n", lines[at])).collect()
 }
 
 #[cfg(test)]
@@ -92,15 +95,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sysctl_drop_in_has_each_sysctl_once() {
+    fn drop_in_file_has_one_line_per_sysctl() {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("90.conf");
-        write_drop_in(&file, "net.ipv4.conf.eth0.arp_ignore", "1", "arp-ignore").unwrap();
-        write_drop_in(&file, "net.core.bpf_jit_enable", "1", "jit").unwrap();
-        write_drop_in(&file, "net.ipv4.conf.eth0.arp_ignore", "2", "arp-ignore").unwrap();
+        write_drop_in_line(&file, "net.ipv4.conf.eth0.arp_ignore", "1", "arp-ignore").unwrap();
+        write_drop_in_line(&file, "net.core.bpf_jit_enable", "1", "jit").unwrap();
+        write_drop_in_line(&file, "net.ipv4.conf.eth0.arp_ignore", "2", "arp-ignore").unwrap();
         let expected = "# jit\nnet.core.bpf_jit_enable = 1\n# arp-ignore\nnet.ipv4.conf.eth0.arp_ignore = 2\n";
         assert_eq!(fs::read_to_string(&file).unwrap(), format!("{DROP_IN_HEADER}{expected}"));
-        assert!(write_drop_in(&directory.path().join("no/90.conf"), "a", "1", "jit").is_err());
+        assert!(write_drop_in_line(&directory.path().join("no/90.conf"), "a", "1", "jit").is_err());
     }
 
     #[test]
@@ -109,19 +112,21 @@ mod tests {
         let file = directory.path().join("rps_cpus");
         fs::write(&file, "f\n").unwrap();
         fs::set_permissions(&file, fs::Permissions::from_mode(0o644)).unwrap();
-        let fix = Fix::WriteFile { path: file.clone(), value: "0" };
-        assert!(apply_fix(&fix, "rps").unwrap().contains("rps_cpus: f -> 0, until the next boot"));
+        let write_fix = Fix::WriteFile { path: file.clone(), value: "0" };
+        assert!(apply_fix(&write_fix, "rps").unwrap().contains("rps_cpus: f -> 0, until the next boot"));
         assert_eq!(fs::read_to_string(&file).unwrap(), "0");
         assert_eq!(
             apply_fix(&Fix::RestrictToOwner(file.clone()), "store").unwrap(),
             format!("{}: mode 644 -> 600", file.display())
         );
-        let nowhere =
+        let failing_finding =
             Finding::warning("x", "y").with_fix(Fix::WriteFile { path: directory.path().join("no"), value: "0" });
-        let done = apply(&[(&crate::checks::CHECKS[0], nowhere)]);
+        let repair_reports = apply_fixes(&[(&crate::checks::CHECKS[0], failing_finding)]);
         assert!(
-            done.len() == 1 && done[0].starts_with("NOT done: echo 0 > ") && done[0].contains("No such file"),
-            "{done:?}"
+            repair_reports.len() == 1
+                && repair_reports[0].starts_with("NOT done: echo 0 > ")
+                && repair_reports[0].contains("No such file"),
+            "{repair_reports:?}"
         );
     }
 }

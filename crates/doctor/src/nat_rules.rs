@@ -9,11 +9,11 @@ use coreward_model::tuple::Protocol;
 
 /// Netfilter chain of nftables.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Chain {
+pub struct NetfilterChain {
     /// Family, table and name of the chain.
-    pub name: String,
+    pub qualified_name: String,
     /// Name of the chain's hook; empty if it has none.
-    pub hook: String,
+    pub hook_name: String,
     /// Whether the chain's policy is to drop.
     pub drops_by_default: bool,
     /// Whether any rule accepts packets or jumps to another chain.
@@ -33,9 +33,9 @@ pub struct NatRule {
     /// matches more packets.
     pub conditions: Vec<MatchCondition>,
     /// Whether the rule changes destination addresses.
-    pub translates: bool,
+    pub changes_destination: bool,
     /// Names of the chains to which the rule jumps.
-    pub jumps: Vec<String>,
+    pub jump_targets: Vec<String>,
 }
 
 /// Condition of a rule on a packet's destination.
@@ -47,7 +47,7 @@ pub enum MatchCondition {
 }
 
 impl MatchCondition {
-    fn allows(&self, service: &ServiceAddress) -> bool {
+    fn may_match(&self, service: &ServiceAddress) -> bool {
         match self {
             MatchCondition::Address(ranges) => ranges.iter().any(|range| range.contains(&service.socket.ip())),
             MatchCondition::Port(ranges) => ranges.iter().any(|range| range.contains(&service.socket.port())),
@@ -57,25 +57,26 @@ impl MatchCondition {
 }
 
 /// Returns the names of the chains that can change the destination of the service's packets by a rule.
-pub fn translating_chains<'a>(chains: &'a [Chain], service: &ServiceAddress) -> BTreeSet<&'a str> {
+pub fn translating_chains<'a>(chains: &'a [NetfilterChain], service: &ServiceAddress) -> BTreeSet<&'a str> {
     let (mut found, mut visited) = (BTreeSet::new(), BTreeSet::new());
-    let mut pending: Vec<&Chain> = chains.iter().filter(|chain| chain.hook == "prerouting").collect();
-    while let Some(chain) = pending.pop() {
-        if !covers_address_family(chain, service) || !visited.insert(&chain.name) {
+    let mut pending_chains: Vec<&NetfilterChain> =
+        chains.iter().filter(|chain| chain.hook_name == "prerouting").collect();
+    while let Some(chain) = pending_chains.pop() {
+        if !covers_address_family(chain, service) || !visited.insert(&chain.qualified_name) {
             continue;
         }
-        for rule in chain.rules.iter().filter(|rule| rule.conditions.iter().all(|is| is.allows(service))) {
-            if rule.translates {
-                found.insert(chain.name.as_str());
+        for rule in chain.rules.iter().filter(|rule| rule.conditions.iter().all(|is| is.may_match(service))) {
+            if rule.changes_destination {
+                found.insert(chain.qualified_name.as_str());
             }
-            pending.extend(chains.iter().filter(|chain| rule.jumps.contains(&chain.name)));
+            pending_chains.extend(chains.iter().filter(|chain| rule.jump_targets.contains(&chain.qualified_name)));
         }
     }
     found
 }
 
-fn covers_address_family(chain: &Chain, service: &ServiceAddress) -> bool {
-    match chain.name.split(' ').next() {
+fn covers_address_family(chain: &NetfilterChain, service: &ServiceAddress) -> bool {
+    match chain.qualified_name.split(' ').next() {
         Some("ip") => service.socket.is_ipv4(),
         Some("ip6") => service.socket.is_ipv6(),
         _ => true,
@@ -86,49 +87,62 @@ fn covers_address_family(chain: &Chain, service: &ServiceAddress) -> bool {
 mod tests {
     use super::*;
 
-    fn chain(name: &str, hook: &str, rules: Vec<NatRule>) -> Chain {
-        Chain { name: name.to_owned(), hook: hook.to_owned(), rules, ..Chain::default() }
+    fn new_chain(name: &str, hook: &str, rules: Vec<NatRule>) -> NetfilterChain {
+        NetfilterChain {
+            qualified_name: name.to_owned(),
+            hook_name: hook.to_owned(),
+            rules,
+            ..NetfilterChain::default()
+        }
     }
 
-    fn jump(target: &str) -> NatRule {
-        NatRule { jumps: vec![target.to_owned()], ..NatRule::default() }
+    fn jump_rule(target: &str) -> NatRule {
+        NatRule { jump_targets: vec![target.to_owned()], ..NatRule::default() }
     }
 
-    fn dnat(conditions: Vec<MatchCondition>) -> NatRule {
-        NatRule { conditions, translates: true, jumps: vec![] }
+    fn dnat_rule(conditions: Vec<MatchCondition>) -> NatRule {
+        NatRule { conditions, changes_destination: true, jump_targets: vec![] }
     }
 
-    fn service(socket: &str) -> ServiceAddress {
+    fn service_at(socket: &str) -> ServiceAddress {
         ServiceAddress { socket: socket.parse().unwrap(), protocol: Protocol::Tcp }
     }
 
     #[test]
     fn rule_counts_if_all_conditions_allow_the_service() {
-        let found = |conditions| {
-            let chains = [chain("ip nat PREROUTING", "prerouting", vec![dnat(conditions)])];
-            !translating_chains(&chains, &service("10.200.0.1:80")).is_empty()
+        let translating_chains_with = |conditions| {
+            let chains = [new_chain("ip nat PREROUTING", "prerouting", vec![dnat_rule(conditions)])];
+            !translating_chains(&chains, &service_at("10.200.0.1:80")).is_empty()
         };
-        let address = |from: &str, to: &str| MatchCondition::Address(vec![from.parse().unwrap()..=to.parse().unwrap()]);
-        assert!(found(vec![]));
-        assert!(found(vec![MatchCondition::Port(vec![80..=80]), MatchCondition::Protocol(vec![Protocol::Tcp])]));
-        assert!(!found(vec![MatchCondition::Port(vec![8000..=9000])]));
-        assert!(!found(vec![MatchCondition::Port(vec![80..=80]), MatchCondition::Protocol(vec![Protocol::Udp])]));
-        assert!(found(vec![address("10.200.0.0", "10.200.0.255")]));
-        assert!(!found(vec![address("10.96.0.0", "10.96.255.255")]));
-        assert!(!found(vec![address("::", "ffff::")]));
+        let address_condition =
+            |from: &str, to: &str| MatchCondition::Address(vec![from.parse().unwrap()..=to.parse().unwrap()]);
+        assert!(translating_chains_with(vec![]));
+        assert!(translating_chains_with(vec![
+            MatchCondition::Port(vec![80..=80]),
+            MatchCondition::Protocol(vec![Protocol::Tcp])
+        ]));
+        assert!(!translating_chains_with(vec![MatchCondition::Port(vec![8000..=9000])]));
+        assert!(!translating_chains_with(vec![
+            MatchCondition::Port(vec![80..=80]),
+            MatchCondition::Protocol(vec![Protocol::Udp])
+        ]));
+        assert!(translating_chains_with(vec![address_condition("10.200.0.0", "10.200.0.255")]));
+        assert!(!translating_chains_with(vec![address_condition("10.96.0.0", "10.96.255.255")]));
+        assert!(!translating_chains_with(vec![address_condition("::", "ffff::")]));
     }
 
     #[test]
     fn nat_chains_count_only_if_reachable() {
-        let other = NatRule { conditions: vec![MatchCondition::Port(vec![443..=443])], ..jump("ip nat OTHER") };
+        let unrelated_rule =
+            NatRule { conditions: vec![MatchCondition::Port(vec![443..=443])], ..jump_rule("ip nat OTHER") };
         let chains = [
-            chain("ip nat PREROUTING", "prerouting", vec![jump("ip nat DOCKER"), other]),
-            chain("ip nat DOCKER", "", vec![dnat(vec![]), jump("ip nat DOCKER")]),
-            chain("ip nat OTHER", "", vec![dnat(vec![])]),
-            chain("ip nat UNUSED", "", vec![dnat(vec![])]),
-            chain("ip nat OUTPUT", "output", vec![dnat(vec![])]),
+            new_chain("ip nat PREROUTING", "prerouting", vec![jump_rule("ip nat DOCKER"), unrelated_rule]),
+            new_chain("ip nat DOCKER", "", vec![dnat_rule(vec![]), jump_rule("ip nat DOCKER")]),
+            new_chain("ip nat OTHER", "", vec![dnat_rule(vec![])]),
+            new_chain("ip nat UNUSED", "", vec![dnat_rule(vec![])]),
+            new_chain("ip nat OUTPUT", "output", vec![dnat_rule(vec![])]),
         ];
-        assert_eq!(translating_chains(&chains, &service("10.200.0.1:80")), BTreeSet::from(["ip nat DOCKER"]));
-        assert!(translating_chains(&chains, &service("[2001:db8::1]:80")).is_empty());
+        assert_eq!(translating_chains(&chains, &service_at("10.200.0.1:80")), BTreeSet::from(["ip nat DOCKER"]));
+        assert!(translating_chains(&chains, &service_at("[2001:db8::1]:80")).is_empty());
     }
 }

@@ -8,24 +8,24 @@ use crate::checks::Check;
 use crate::facts::Facts;
 use crate::finding::{Finding, Severity};
 
-fn count(findings: &[(&Check, Finding)], severity: Severity) -> usize {
+fn count_by_severity(findings: &[(&Check, Finding)], severity: Severity) -> usize {
     findings.iter().filter(|(_, finding)| finding.severity == severity).count()
 }
 
 /// Describes a check in one line: its name, its roles, whether `--fix` can repair findings, and the expected state.
-pub fn check_line(check: &Check) -> String {
-    let roles: Vec<&str> = check.roles.iter().map(|role| role.name()).collect();
-    let fixes = if check.is_fixable { " (--fix)" } else { "" };
-    format!("{:<16} {}{fixes}: {}", check.name, roles.join(", "), check.expectation)
+pub fn describe_check(check: &Check) -> String {
+    let role_names: Vec<&str> = check.roles.iter().map(|role| role.name()).collect();
+    let fix_note = if check.is_fixable { " (--fix)" } else { "" };
+    format!("{:<16} {}{fix_note}: {}", check.name, role_names.join(", "), check.expectation)
 }
 
-pub fn check_json(check: &Check) -> Value {
-    let roles: Vec<&str> = check.roles.iter().map(|role| role.name()).collect();
-    json!({ "check": check.name, "roles": roles, "fix": check.is_fixable, "expects": check.expectation })
+pub fn check_to_json(check: &Check) -> Value {
+    let role_names: Vec<&str> = check.roles.iter().map(|role| role.name()).collect();
+    json!({ "check": check.name, "roles": role_names, "fix": check.is_fixable, "expects": check.expectation })
 }
 
 /// Returns the report as text. `done` describes the executed repairs.
-pub fn text(facts: &Facts, findings: &[(&'static Check, Finding)], done: &[String]) -> String {
+pub fn format_text(facts: &Facts, findings: &[(&'static Check, Finding)], done: &[String]) -> String {
     let mut text = String::new();
     for line in done {
         let _ = writeln!(text, "fix      {line}");
@@ -35,12 +35,12 @@ pub fn text(facts: &Facts, findings: &[(&'static Check, Finding)], done: &[Strin
         if finding.severity >= Severity::Warning {
             let _ = writeln!(text, "{:<25} why: {}", "", finding.consequence);
             for remedy in &finding.remedies {
-                let by_fix = if remedy.fix.is_some() { "  (--fix does this)" } else { "" };
-                let _ = writeln!(text, "{:<25} remedy: {}{by_fix}", "", remedy.command);
+                let fix_note = if remedy.automatic_fix.is_some() { "  (--fix does this)" } else { "" };
+                let _ = writeln!(text, "{:<25} remedy: {}{fix_note}", "", remedy.command);
             }
         }
     }
-    let of = |severity| count(findings, severity);
+    let of = |severity| count_by_severity(findings, severity);
     let _ = write!(
         text,
         "{}: {} ok, {} unknown, {} warnings, {} faults",
@@ -53,11 +53,13 @@ pub fn text(facts: &Facts, findings: &[(&'static Check, Finding)], done: &[Strin
     text
 }
 
-pub fn json(facts: &Facts, findings: &[(&'static Check, Finding)], done: &[String]) -> Value {
-    let remedy = |finding: &Finding| -> Vec<Value> {
-        let step =
-            |remedy: &crate::finding::Remediation| json!({ "command": remedy.command, "fix": remedy.fix.is_some() });
-        finding.remedies.iter().map(step).collect()
+pub fn format_json(facts: &Facts, findings: &[(&'static Check, Finding)], done: &[String]) -> Value {
+    let remedies_to_json = |finding: &Finding| -> Vec<Value> {
+        let step_to_json = |remedy: &crate::finding::RemedyStep| {
+            json!({ "command": remedy.command,
+            "fix": remedy.automatic_fix.is_some() })
+        };
+        finding.remedies.iter().map(step_to_json).collect()
     };
     let findings: Vec<Value> = findings
         .iter()
@@ -67,7 +69,7 @@ pub fn json(facts: &Facts, findings: &[(&'static Check, Finding)], done: &[Strin
                 "severity": finding.severity,
                 "found": finding.observation,
                 "why": finding.consequence,
-                "remedy": remedy(finding),
+                "remedy": remedies_to_json(finding),
             })
         })
         .collect();

@@ -211,20 +211,21 @@ impl ChunkedStore {
 #[derive(Default)]
 struct Batches {
     batches: Vec<Vec<TxnOp>>,
-    bytes: usize,
+    last_batch_bytes: usize,
 }
 
 impl Batches {
     fn add(&mut self, operation: TxnOp, bytes: usize) {
-        let full = |batch: &Vec<TxnOp>| batch.len() == MAX_TXN_OPERATIONS || self.bytes + bytes > MAX_REQUEST_BYTES;
+        let is_full =
+            |batch: &Vec<TxnOp>| batch.len() == MAX_TXN_OPERATIONS || self.last_batch_bytes + bytes > MAX_REQUEST_BYTES;
         match self.batches.last_mut() {
-            Some(batch) if !full(batch) => {
+            Some(batch) if !is_full(batch) => {
                 batch.push(operation);
-                self.bytes += bytes;
+                self.last_batch_bytes += bytes;
             }
             _ => {
                 self.batches.push(vec![operation]);
-                self.bytes = bytes;
+                self.last_batch_bytes = bytes;
             }
         }
     }

@@ -41,16 +41,23 @@ pub struct Cluster {
 impl Cluster {
     /// Prepares connections to at least one endpoint, `http://HOST:PORT` or `https://HOST:PORT`. Does no I/O.
     pub fn new(endpoints: &[String], tls: Option<&TlsOptions>) -> Result<Self, EtcdError> {
-        let thread = tokio::runtime::Builder::new_multi_thread()
+        let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .thread_name("etcd")
             .enable_all()
             .build()
             .map_err(|error| EtcdError::Rejected(format!("no thread for it: {error}")))?;
-        let clients = RwLock::new(thread.block_on(connect(endpoints, tls))?);
+        let clients = RwLock::new(runtime.block_on(connect(endpoints, tls))?);
         let (preferred, latencies) = Default::default();
-        let leases = Mutex::new(Some(BTreeSet::new()));
-        Ok(Self { endpoints: endpoints.to_vec(), clients, preferred, latencies, leases, runtime: Some(thread) })
+        let lease_ids = Mutex::new(Some(BTreeSet::new()));
+        Ok(Self {
+            endpoints: endpoints.to_vec(),
+            clients,
+            preferred,
+            latencies,
+            leases: lease_ids,
+            runtime: Some(runtime),
+        })
     }
 
     /// Uses new certificates for new requests. If they are unusable, the previous ones stay in use.
@@ -62,8 +69,8 @@ impl Cluster {
         Ok(())
     }
 
-    fn client(&self, position: usize) -> Client {
-        self.clients.read()[position].clone()
+    fn client(&self, member_index: usize) -> Client {
+        self.clients.read()[member_index].clone()
     }
 
     /// Returns the URLs of all members, separated by commas.
@@ -81,8 +88,8 @@ impl Cluster {
     }
 
     /// Registers a lease that was granted to this process. Returns false after [`Cluster::revoke_all_leases`].
-    pub(crate) fn register_lease(&self, lease: i64) -> bool {
-        self.leases().as_mut().is_some_and(|held| held.insert(lease))
+    pub(crate) fn register_lease(&self, lease_id: i64) -> bool {
+        self.leases().as_mut().is_some_and(|held| held.insert(lease_id))
     }
 
     pub(crate) async fn revoke(&self, lease: i64, deadline: Deadline) -> Result<(), EtcdError> {
@@ -193,27 +200,27 @@ struct MemberError {
 
 impl MemberError {
     fn of(error: &Error) -> Self {
-        let first: &dyn std::error::Error = match error {
+        let outer_error: &dyn std::error::Error = match error {
             Error::GRpcStatus(status) => status,
             other => other,
         };
-        let causes: Vec<_> = std::iter::successors(Some(first), |cause| cause.source()).collect();
-        let mut failures = causes.iter().rev().filter_map(|cause| Some(Failure::of(cause.downcast_ref()?)));
-        if let Some(failure) = failures.find(|failure| failure.reason != FailureReason::Broken) {
+        let causes: Vec<_> = std::iter::successors(Some(outer_error), |cause| cause.source()).collect();
+        let mut tls_failures = causes.iter().rev().filter_map(|cause| Some(Failure::of(cause.downcast_ref()?)));
+        if let Some(failure) = tls_failures.find(|failure| failure.reason != FailureReason::Broken) {
             return Self { message: failure.to_string(), is_tls_error: true };
         }
-        let words = causes.last().map_or_else(|| error.to_string(), ToString::to_string);
+        let error_text = causes.last().map_or_else(|| error.to_string(), ToString::to_string);
         // The HTTP/2 layer passes on only the error's text.
-        match words.split_once("received fatal alert: ") {
+        match error_text.split_once("received fatal alert: ") {
             Some((_, alert)) => {
-                let expected = "expected `certificate` and `key` of [etcd.tls] that an authority of its \
+                let expected_files = "expected `certificate` and `key` of [etcd.tls] that an authority of its \
                                 --trusted-ca-file has signed";
                 Self {
-                    message: format!("etcd refuses our certificate, or that we show none ({alert}): {expected}"),
+                    message: format!("etcd refuses our certificate, or that we show none ({alert}): {expected_files}"),
                     is_tls_error: true,
                 }
             }
-            None => Self { message: words, is_tls_error: false },
+            None => Self { message: error_text, is_tls_error: false },
         }
     }
 }

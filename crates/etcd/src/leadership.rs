@@ -225,8 +225,8 @@ enum CampaignOutcome {
 
 impl CampaignOutcome {
     fn lost(leader: &etcd_client::KeyValue) -> Self {
-        let value = String::from_utf8_lossy(leader.value()).into_owned();
-        Self::Lost { leader: value, revision: leader.mod_revision() }
+        let leader_record = String::from_utf8_lossy(leader.value()).into_owned();
+        Self::Lost { leader: leader_record, revision: leader.mod_revision() }
     }
 }
 

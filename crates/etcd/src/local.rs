@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Member {
+pub struct LocalMember {
     pub name: String,
     pub client_address: SocketAddr,
     /// Address at which the other members connect to this one.
@@ -22,19 +22,19 @@ pub struct ClientTls {
     pub key: PathBuf,
 }
 
-impl Member {
+impl LocalMember {
     /// Returns `count` members of a cluster at `address`, with two ports each, numbered consecutively from `port`.
-    pub fn cluster(count: u16, address: IpAddr, port: u16) -> Vec<Self> {
-        let member = |number: u16| Self {
+    pub fn local_cluster(count: u16, address: IpAddr, port: u16) -> Vec<Self> {
+        let local_member = |number: u16| Self {
             name: format!("etcd{}", number + 1),
             client_address: (address, port + 2 * number).into(),
             peer_address: (address, port + 2 * number + 1).into(),
         };
-        (0..count).map(member).collect()
+        (0..count).map(local_member).collect()
     }
 
     /// Returns a single member that uses free ports of this host.
-    pub fn single() -> std::io::Result<Self> {
+    pub fn single_member() -> std::io::Result<Self> {
         let [client_address, peer_address] = [free_port()?, free_port()?];
         Ok(Self { name: "etcd1".to_owned(), client_address, peer_address })
     }
@@ -50,12 +50,12 @@ impl Member {
     }
 
     /// Returns the command that starts this one of `members`. Its data is below `directory`, the same after a restart.
-    pub fn command(&self, members: &[Member], directory: &Path) -> Command {
-        self.command_for(members, directory, &self.endpoint())
+    pub fn command(&self, members: &[LocalMember], directory: &Path) -> Command {
+        self.start_command_at(members, directory, &self.endpoint())
     }
 
-    pub fn secure_command(&self, members: &[Member], directory: &Path, tls: &ClientTls) -> Command {
-        let mut command = self.command_for(members, directory, &self.secure_endpoint());
+    pub fn secure_start_command(&self, members: &[LocalMember], directory: &Path, tls: &ClientTls) -> Command {
+        let mut command = self.start_command_at(members, directory, &self.secure_endpoint());
         command.arg("--client-cert-auth");
         for (option, file) in
             [("--trusted-ca-file", &tls.ca), ("--cert-file", &tls.certificate), ("--key-file", &tls.key)]
@@ -65,15 +65,15 @@ impl Member {
         command
     }
 
-    fn command_for(&self, members: &[Member], directory: &Path, endpoint: &str) -> Command {
-        let initial: Vec<String> =
+    fn start_command_at(&self, members: &[LocalMember], directory: &Path, endpoint: &str) -> Command {
+        let initial_cluster: Vec<String> =
             members.iter().map(|member| format!("{}=http://{}", member.name, member.peer_address)).collect();
         let mut command = Command::new("etcd");
         command.args(["--name", &self.name, "--data-dir"]).arg(directory.join(&self.name));
         command.args(["--listen-client-urls", endpoint, "--advertise-client-urls", endpoint]);
-        let peer = format!("http://{}", self.peer_address);
-        command.args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer]);
-        command.args(["--initial-cluster", &initial.join(",")]);
+        let peer_url = format!("http://{}", self.peer_address);
+        command.args(["--listen-peer-urls", &peer_url, "--initial-advertise-peer-urls", &peer_url]);
+        command.args(["--initial-cluster", &initial_cluster.join(",")]);
         // Only processes are killed, so the page cache keeps what they wrote.
         command.arg("--unsafe-no-fsync");
         // Short, as tests wait for elections.
@@ -84,18 +84,18 @@ impl Member {
 }
 
 /// Ports outside of `ip_local_port_range` (32768 to 60999), so that the kernel assigns none to another process.
-const PORTS: std::ops::Range<u16> = 12_000..32_000;
+const TEST_PORTS: std::ops::Range<u16> = 12_000..32_000;
 
 /// Returns a free port that this process has not returned before. Other processes begin with other ports.
 fn free_port() -> std::io::Result<SocketAddr> {
-    static NEXT: AtomicU32 = AtomicU32::new(0);
-    let count = PORTS.len() as u32;
-    for _ in PORTS {
-        let position = std::process::id().wrapping_mul(16) % count + NEXT.fetch_add(1, Ordering::Relaxed);
-        let port = PORTS.start + (position % count) as u16;
+    static NEXT_OFFSET: AtomicU32 = AtomicU32::new(0);
+    let port_count = TEST_PORTS.len() as u32;
+    for _ in TEST_PORTS {
+        let offset = std::process::id().wrapping_mul(16) % port_count + NEXT_OFFSET.fetch_add(1, Ordering::Relaxed);
+        let port = TEST_PORTS.start + (offset % port_count) as u16;
         if let Ok(free) = TcpListener::bind((Ipv4Addr::LOCALHOST, port)) {
             return free.local_addr();
         }
     }
-    Err(std::io::Error::new(std::io::ErrorKind::AddrInUse, format!("no port of {PORTS:?} is free")))
+    Err(std::io::Error::new(std::io::ErrorKind::AddrInUse, format!("no port of {TEST_PORTS:?} is free")))
 }

@@ -55,56 +55,57 @@ pub struct ChangeDescription {
 
 /// Returns the changes of a document in one line, followed by the number of those that do not fit.
 pub fn describe_changes(changes: &[String]) -> String {
-    let mut line = String::new();
+    let mut description = String::new();
     for (number, change) in changes.iter().enumerate() {
-        let change = truncated(change, MAX_CHANGE_BYTES);
-        if line.len() + change.len() > MAX_ALL_CHANGES_BYTES {
-            return format!("{line}; and {} more", changes.len() - number);
+        let truncated_change = truncate_text(change, MAX_CHANGE_BYTES);
+        if description.len() + truncated_change.len() > MAX_ALL_CHANGES_BYTES {
+            return format!("{description}; and {} more", changes.len() - number);
         }
-        line += if number == 0 { "" } else { "; " };
-        line += &change;
+        description += if number == 0 { "" } else { "; " };
+        description += &truncated_change;
     }
-    line
+    description
 }
 
 /// Returns the text if it has at most `limit` bytes. Otherwise returns its beginning and the number of missing bytes.
-fn truncated(text: &str, limit: usize) -> String {
+fn truncate_text(text: &str, limit: usize) -> String {
     if text.len() <= limit {
         return text.to_owned();
     }
-    let end = (0..limit - TRUNCATION_NOTE_BYTES).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
-    format!("{} [{} more bytes]", &text[..end], text.len() - end)
+    let truncated_length =
+        (0..limit - TRUNCATION_NOTE_BYTES).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
+    format!("{} [{} more bytes]", &text[..truncated_length], text.len() - truncated_length)
 }
 
 /// Returns the entry with texts that are truncated to the maximum lengths.
 pub fn truncate_entry(entry: AuditEntry) -> AuditEntry {
     AuditEntry {
-        actor: truncated(&entry.actor, MAX_NAME_BYTES),
-        from_address: truncated(&entry.from_address, MAX_NAME_BYTES),
-        action: truncated(&entry.action, MAX_NAME_BYTES),
-        target: truncated(&entry.target, MAX_NAME_BYTES),
-        before: truncated(&entry.before, MAX_STATE_BYTES),
-        after: truncated(&entry.after, MAX_STATE_BYTES),
+        actor: truncate_text(&entry.actor, MAX_NAME_BYTES),
+        from_address: truncate_text(&entry.from_address, MAX_NAME_BYTES),
+        action: truncate_text(&entry.action, MAX_NAME_BYTES),
+        target: truncate_text(&entry.target, MAX_NAME_BYTES),
+        before: truncate_text(&entry.before, MAX_STATE_BYTES),
+        after: truncate_text(&entry.after, MAX_STATE_BYTES),
         ..entry
     }
 }
 
 impl Records {
     /// Appends an entry to the audit log, with its wall-clock time since 1970.
-    pub fn record_change(&mut self, author: &Author, note: ChangeDescription, wall: Duration) {
+    pub fn record_change(&mut self, author: &Author, description: ChangeDescription, wall_time: Duration) {
         let entries = Arc::make_mut(&mut self.audit);
         entries.push(truncate_entry(AuditEntry {
             id: entries.last().map_or(1, |newest| newest.id + 1),
-            at_unix_ms: wall.as_millis() as u64,
+            at_unix_ms: wall_time.as_millis() as u64,
             actor: author.actor.clone(),
             from_address: author.from_address.clone(),
-            action: note.action.to_owned(),
-            target: note.target,
-            before: note.before,
-            after: note.after,
+            action: description.action.to_owned(),
+            target: description.target,
+            before: description.before,
+            after: description.after,
         }));
-        let superfluous = entries.len().saturating_sub(MAX_ENTRIES);
-        entries.drain(..superfluous);
+        let excess_entry_count = entries.len().saturating_sub(MAX_ENTRIES);
+        entries.drain(..excess_entry_count);
     }
 }
 
@@ -116,22 +117,31 @@ mod tests {
 
     #[test]
     fn long_audit_entries_are_cut_with_a_mark() {
-        let long = "\u{e4}".repeat(5000);
-        let changes: Vec<String> = (0..100).map(|n| format!("~ service s{n}: servers [{long}] -> []")).collect();
-        let line = describe_changes(&changes);
+        let long_text = "\u{e4}".repeat(5000);
+        let changes: Vec<String> = (0..100).map(|n| format!("~ service s{n}: servers [{long_text}] -> []")).collect();
+        let changes_line = describe_changes(&changes);
         assert!(
-            line.starts_with("~ service s0: servers [\u{e4}") && line.ends_with(" more bytes]; and 98 more"),
-            "{line}"
+            changes_line.starts_with("~ service s0: servers [\u{e4}")
+                && changes_line.ends_with(" more bytes]; and 98 more"),
+            "{changes_line}"
         );
         assert_eq!(describe_changes(&["+ a".to_owned(), "- b".to_owned()]), "+ a; - b");
 
         let mut records = Records::generate(Duration::ZERO, &mut seeded_rng(1, 0));
-        let note =
-            ChangeDescription { action: "apply", target: long.clone(), before: long.clone(), after: line.clone() };
-        records.record_change(&Author { actor: long.clone(), from_address: long }, note, Duration::ZERO);
+        let change_description = ChangeDescription {
+            action: "apply",
+            target: long_text.clone(),
+            before: long_text.clone(),
+            after: changes_line.clone(),
+        };
+        records.record_change(
+            &Author { actor: long_text.clone(), from_address: long_text },
+            change_description,
+            Duration::ZERO,
+        );
         let entry = &records.audit[0];
         assert!(entry.before.ends_with("\u{e4} [9534 more bytes]"), "{}", entry.before);
-        assert_eq!(entry.after, line);
+        assert_eq!(entry.after, changes_line);
         assert!(serde_json::to_vec(entry).unwrap().len() < 1500);
         assert_eq!(&truncate_entry(entry.clone()), entry, "an entry that is read again stays as it is");
     }
@@ -140,13 +150,13 @@ mod tests {
     fn audit_log_is_bounded() {
         let mut records = Records::generate(Duration::ZERO, &mut seeded_rng(1, 0));
         for generation in 1..=MAX_ENTRIES as u64 + 7 {
-            let note = ChangeDescription {
+            let change_description = ChangeDescription {
                 action: "apply",
                 target: String::new(),
                 before: String::new(),
                 after: String::new(),
             };
-            records.record_change(&Author::signal(), note, Duration::from_secs(generation));
+            records.record_change(&Author::signal(), change_description, Duration::from_secs(generation));
         }
         assert_eq!((records.audit.len(), records.audit[0].id), (MAX_ENTRIES, 8));
     }

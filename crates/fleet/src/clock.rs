@@ -7,19 +7,19 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 #[derive(Debug, Clone, Copy)]
 pub struct RecordClock {
-    base: Duration,
-    started: Instant,
+    time_at_start: Duration,
+    start_instant: Instant,
 }
 
 impl RecordClock {
     /// Creates a clock that continues from the stored time, or else begins with the wall clock.
     pub fn from(stood: Option<Duration>) -> Self {
-        Self { base: stood.unwrap_or_else(wall_clock), started: Instant::now() }
+        Self { time_at_start: stood.unwrap_or_else(wall_clock), start_instant: Instant::now() }
     }
 
     /// Returns the present time of this clock, since 1970.
     pub fn now(&self) -> Duration {
-        self.base + self.started.elapsed()
+        self.time_at_start + self.start_instant.elapsed()
     }
 }
 
@@ -29,6 +29,6 @@ pub fn wall_clock() -> Duration {
 }
 
 /// Rounds down to whole seconds, which is how records store times.
-pub fn whole_seconds(moment: Duration) -> Duration {
-    Duration::from_secs(moment.as_secs())
+pub fn whole_seconds(time: Duration) -> Duration {
+    Duration::from_secs(time.as_secs())
 }

@@ -8,18 +8,18 @@ use std::time::Duration;
 
 use coreward_api::types::AuditEntry;
 use coreward_model::bucket_history::BucketHistory;
-use coreward_model::consistency::{ServiceMigration, ServiceMode, Timestamps};
+use coreward_model::consistency::{ServiceMigration, ServiceMode, TimestampOrigin};
 use coreward_model::health::{HealthCheck, Probe, WhenAllDown};
 use coreward_model::lb_stamping;
-use coreward_model::load::Alpha;
+use coreward_model::load::SmoothingWeight;
 use coreward_model::placement::BucketCount;
-use coreward_model::policy::{Capacity, TelemetryLevel, Weight};
+use coreward_model::policy::{ServerCapacity, ServerWeight, TelemetryLevel};
 use coreward_model::rss::RssKey;
 use coreward_model::tuple::ServiceAddress;
 use coreward_model::vlan::Vlan;
 use coreward_model::{ServerId, policy};
 use coreward_wire::{
-    AgentConfiguration, FleetConfiguration, Peer, PreviousServer, Server, Service, ServiceIndex, StampedService,
+    AgentConfiguration, AgentService, FleetConfiguration, Peer, PreviousServer, Server, Service, ServiceIndex,
 };
 
 use crate::config::{FleetConfig, OtherBalancer, ServerConfig, ServerState, TableTiming};
@@ -35,7 +35,7 @@ pub struct Fleet {
     pub table_updates: TableTiming,
     /// Time for which tables that depend on loads remain in use without a leader.
     pub table_lifetime: Duration,
-    pub alpha: Alpha,
+    pub load_ewma_alpha: SmoothingWeight,
     pub key_ring: KeyRing,
     /// Interval of key rotations; `None`: keys are rotated by command only.
     pub key_rotation: Option<Duration>,
@@ -67,19 +67,19 @@ pub struct FleetServer {
     pub address: IpAddr,
     pub admin_state: AdminState,
     /// Relative share of new connections.
-    pub weight: Weight,
+    pub weight: ServerWeight,
     /// Capacity in cores; `None`: the number of the server's cores.
-    pub capacity: Option<Capacity>,
+    pub capacity: Option<ServerCapacity>,
     /// VLAN of the frames that load balancers send to the server.
     pub vlan: Vlan,
     pub drain: Option<DrainRecord>,
     /// Names of the racks that may report for the server; `None`: those of the fleet.
-    racks: Option<BTreeSet<String>>,
+    allowed_racks: Option<BTreeSet<String>>,
 }
 
 impl FleetServer {
     pub fn is_drained_in(&self, service: &str) -> bool {
-        self.drain.as_ref().is_some_and(|drain| drain.covers(service))
+        self.drain.as_ref().is_some_and(|drain| drain.covers_service(service))
     }
 }
 
@@ -107,11 +107,11 @@ pub struct FleetService {
     pub telemetry_level: TelemetryLevel,
     /// Health check of the service's servers; `None`: they are not checked.
     pub check: Option<Arc<HealthCheck>>,
-    /// What happens to new connections when all servers are down.
+    /// Treatment of new connections when all servers are down.
     pub when_all_down: WhenAllDown,
     pub slow_start: Duration,
     /// Seed from which the policy's hash keys and the time key of LB-side stamping are derived.
-    pub seed: u64,
+    pub hash_seed: u64,
     pub buckets: BucketCount,
     /// Servers that belong to the service now, and former ones.
     pub members: BTreeMap<ServerId, Membership>,
@@ -122,7 +122,7 @@ pub struct FleetService {
 impl FleetService {
     /// Returns whether load balancers stamp the cookies of this service.
     pub fn is_lb_stamped(&self) -> bool {
-        self.mode.timestamps == Timestamps::LoadBalancer
+        self.mode.timestamps == TimestampOrigin::LoadBalancer
     }
 
     /// Returns the other load balancer in the form of a server that takes no new connections.
@@ -135,7 +135,7 @@ impl FleetService {
             is_eligible: false,
             // Never checked: packets for the other load balancer have no alternative.
             has_left: true,
-            weight: Weight::ONE,
+            weight: ServerWeight::ONE,
             capacity: None,
             // Load balancers send to each other in the VIPs' VLAN.
             vlan: Vlan::UNTAGGED,
@@ -145,13 +145,13 @@ impl FleetService {
 
 #[derive(Debug, Default)]
 pub struct ServersByRack<'a> {
-    unrestricted_count: u32,
-    by_rack: HashMap<&'a str, u32>,
+    unrestricted_server_count: u32,
+    server_counts_by_rack: HashMap<&'a str, u32>,
 }
 
 impl ServersByRack<'_> {
-    pub fn count_of_rack(&self, rack: &str) -> u32 {
-        self.unrestricted_count + self.by_rack.get(rack).copied().unwrap_or(0)
+    pub fn server_count_of_rack(&self, rack: &str) -> u32 {
+        self.unrestricted_server_count + self.server_counts_by_rack.get(rack).copied().unwrap_or(0)
     }
 }
 
@@ -163,14 +163,14 @@ impl Fleet {
 
     /// Combines a document with the records to which it has been applied.
     pub fn new(config: &FleetConfig, records: &Records) -> Self {
-        let listed: HashMap<&str, &ServerConfig> =
+        let listed_servers: HashMap<&str, &ServerConfig> =
             config.servers.iter().map(|server| (server.name.as_str(), server)).collect();
         let servers: BTreeMap<ServerId, FleetServer> = records
             .servers
             .iter()
             .map(|(id, record)| {
-                let listed = listed.get(record.name.as_str()).filter(|_| record.is_in_document);
-                (*id, fleet_server(record, listed.copied()))
+                let listed_server = listed_servers.get(record.name.as_str()).filter(|_| record.is_in_document);
+                (*id, fleet_server(record, listed_server.copied()))
             })
             .collect();
         let mut server_ids_by_name = HashMap::<String, ServerId, _>::default();
@@ -185,7 +185,7 @@ impl Fleet {
             report_interval: config.report_interval,
             table_updates: config.table_updates,
             table_lifetime: config.table_lifetime,
-            alpha: config.alpha,
+            load_ewma_alpha: config.load_ewma_alpha,
             key_ring: records.key_ring.clone(),
             key_rotation: config.key_rotation,
             max_connection_lifetime: config.max_connection_lifetime,
@@ -203,7 +203,7 @@ impl Fleet {
     }
 
     /// Sets values from the controller's own file: the document's path, and an RSS key that replaces the stored one.
-    pub fn with_controller(self, document_file: Option<PathBuf>, rss_key: Option<RssKey>) -> Self {
+    pub fn with_controller_settings(self, document_file: Option<PathBuf>, rss_key: Option<RssKey>) -> Self {
         Self { document_file, rss_key: rss_key.unwrap_or(self.rss_key), ..self }
     }
 
@@ -212,24 +212,26 @@ impl Fleet {
     }
 
     /// Returns the racks through which the agent may connect; `None`: any. It may always connect directly.
-    pub fn racks_of(&self, id: ServerId) -> Option<&BTreeSet<String>> {
-        self.servers[&id].racks.as_ref().or(self.racks.as_ref())
+    pub fn allowed_racks_of(&self, id: ServerId) -> Option<&BTreeSet<String>> {
+        self.servers[&id].allowed_racks.as_ref().or(self.racks.as_ref())
     }
 
     pub fn may_connect_through(&self, id: ServerId, rack: &str) -> bool {
-        self.racks_of(id).is_none_or(|racks| racks.contains(rack))
+        self.allowed_racks_of(id).is_none_or(|racks| racks.contains(rack))
     }
 
     /// Returns the number of servers of each rack, counted in one pass over the servers.
     pub fn servers_by_rack(&self) -> ServersByRack<'_> {
-        let mut servers = ServersByRack::default();
+        let mut server_counts = ServersByRack::default();
         for id in self.servers.keys() {
-            match self.racks_of(*id) {
-                None => servers.unrestricted_count += 1,
-                Some(racks) => racks.iter().for_each(|rack| *servers.by_rack.entry(rack).or_default() += 1),
+            match self.allowed_racks_of(*id) {
+                None => server_counts.unrestricted_server_count += 1,
+                Some(racks) => {
+                    racks.iter().for_each(|rack| *server_counts.server_counts_by_rack.entry(rack).or_default() += 1)
+                }
             }
         }
-        servers
+        server_counts
     }
 
     /// Returns whether the server's administrative state permits new connections of the service.
@@ -244,29 +246,29 @@ impl Fleet {
     /// Returns whether the server takes no new connections of any service, or is drained in a service. An operator may
     /// be waiting for the end of its connections.
     pub fn is_draining(&self, id: ServerId) -> bool {
-        let mut services = self.services.iter().filter(|service| service.members.contains_key(&id)).peekable();
+        let mut member_services = self.services.iter().filter(|service| service.members.contains_key(&id)).peekable();
         self.servers[&id].drain.is_some()
-            || services.peek().is_some() && !services.any(|service| self.is_eligible(service, id))
+            || member_services.peek().is_some() && !member_services.any(|service| self.is_eligible(service, id))
     }
 
-    pub fn has_left(&self, service: &FleetService, id: ServerId) -> bool {
+    pub fn has_left_service(&self, service: &FleetService, id: ServerId) -> bool {
         service.members.get(&id) != Some(&Membership::Present) || self.servers[&id].admin_state == AdminState::Left
     }
 
     pub fn is_stamping_server(&self, id: ServerId) -> bool {
-        let by_servers = |service: &&FleetService| service.mode.timestamps == Timestamps::Server;
-        self.services.iter().filter(by_servers).any(|service| service.members.contains_key(&id))
+        let is_stamped_by_servers = |service: &&FleetService| service.mode.timestamps == TimestampOrigin::Server;
+        self.services.iter().filter(is_stamped_by_servers).any(|service| service.members.contains_key(&id))
     }
 
-    pub fn load_balancer_configuration(&self, alive: impl Fn(&str) -> bool) -> FleetConfiguration {
-        let server = |service: &FleetService, id: ServerId| {
-            let server = &self.servers[&id];
+    pub fn load_balancer_configuration(&self, is_alive: impl Fn(&str) -> bool) -> FleetConfiguration {
+        let to_server = |service: &FleetService, id: ServerId| {
+            let fleet_server = &self.servers[&id];
             let is_eligible = self.is_eligible(service, id);
-            let left = self.has_left(service, id);
-            let FleetServer { address, weight, capacity, vlan, .. } = *server;
-            Server { name: server.name.clone(), id, address, is_eligible, has_left: left, weight, capacity, vlan }
+            let has_left = self.has_left_service(service, id);
+            let FleetServer { address, weight, capacity, vlan, .. } = *fleet_server;
+            Server { name: fleet_server.name.clone(), id, address, is_eligible, has_left, weight, capacity, vlan }
         };
-        let service = |service: &FleetService| Service {
+        let to_service = |service: &FleetService| Service {
             name: service.name.clone(),
             address: service.address,
             index: service.index,
@@ -276,25 +278,25 @@ impl Fleet {
             // The controller checks agents itself.
             check: service.check.clone().filter(|check| check.probe != Probe::Agent),
             when_all_down: service.when_all_down,
-            time_key: service.is_lb_stamped().then(|| lb_stamping::time_key(service.seed)),
+            time_key: service.is_lb_stamped().then(|| lb_stamping::time_key(service.hash_seed)),
             servers: service
                 .members
                 .keys()
-                .map(|id| server(service, *id))
+                .map(|id| to_server(service, *id))
                 .chain(service.other_balancer_as_server())
                 .collect(),
         };
-        let peer = |(name, record): (&String, &LoadBalancerRecord)| Peer {
+        let to_peer = |(name, record): (&String, &LoadBalancerRecord)| Peer {
             name: name.clone(),
             owner: record.owner,
             address: record.address,
-            is_alive: alive(name),
+            is_alive: is_alive(name),
         };
         FleetConfiguration {
             generation: self.generation,
             keys: self.key_ring.keys,
-            services: self.services.iter().map(service).collect(),
-            load_balancers: self.load_balancers.iter().map(peer).collect(),
+            services: self.services.iter().map(to_service).collect(),
+            load_balancers: self.load_balancers.iter().map(to_peer).collect(),
             report_interval: self.report_interval,
             table_lifetime: self.table_lifetime,
         }
@@ -302,26 +304,28 @@ impl Fleet {
 
     /// Returns the configuration for a server's agent. `predecessors`: servers that owned buckets of this server
     /// earlier. A server that has left a service still stamps the service's connections.
-    pub fn agent_configuration(&self, id: ServerId, before: &BTreeSet<ServerId>) -> AgentConfiguration {
-        let services = self.services.iter().filter(|service| service.members.contains_key(&id));
-        let stamped = |service: &FleetService| StampedService {
+    pub fn agent_configuration(&self, id: ServerId, predecessors: &BTreeSet<ServerId>) -> AgentConfiguration {
+        let member_services = self.services.iter().filter(|service| service.members.contains_key(&id));
+        let to_stamped_service = |service: &FleetService| AgentService {
             name: service.name.clone(),
             address: service.address,
             server_id: id,
             mode: service.mode,
         };
-        let server_before = |id: &ServerId| Some(PreviousServer { id: *id, address: self.servers.get(id)?.address });
-        let others = services.clone().filter_map(FleetService::other_balancer_as_server);
-        let others: BTreeMap<ServerId, IpAddr> = others.map(|other| (other.id, other.address)).collect();
-        let others = others.into_iter().map(|(id, address)| PreviousServer { id, address });
+        let to_previous_server =
+            |id: &ServerId| Some(PreviousServer { id: *id, address: self.servers.get(id)?.address });
+        let other_balancers = member_services.clone().filter_map(FleetService::other_balancer_as_server);
+        let addresses_by_id: BTreeMap<ServerId, IpAddr> =
+            other_balancers.map(|other| (other.id, other.address)).collect();
+        let previous_balancers = addresses_by_id.into_iter().map(|(id, address)| PreviousServer { id, address });
         AgentConfiguration {
             generation: self.generation,
-            services: services.map(stamped).collect(),
+            services: member_services.map(to_stamped_service).collect(),
             keys: self.key_ring.keys,
             report_interval: self.report_interval,
             fleet_rss_key: self.rss_key.clone(),
             server_id: id,
-            previous_servers: before.iter().filter_map(server_before).chain(others).collect(),
+            previous_servers: predecessors.iter().filter_map(to_previous_server).chain(previous_balancers).collect(),
             is_draining: self.is_draining(id),
             address: self.servers.get(&id).map(|server| server.address),
         }
@@ -329,58 +333,59 @@ impl Fleet {
 }
 
 /// Combines the record of a server with the server's entry in the document, if there is one.
-fn fleet_server(record: &ServerRecord, listed: Option<&ServerConfig>) -> FleetServer {
+fn fleet_server(record: &ServerRecord, listed_server: Option<&ServerConfig>) -> FleetServer {
     FleetServer {
         name: record.name.clone(),
         address: record.address,
-        admin_state: match listed.map(|server| server.state) {
+        admin_state: match listed_server.map(|server| server.state) {
             Some(ServerState::Active) => AdminState::Active,
             Some(ServerState::Draining) => AdminState::Draining,
             None => AdminState::Left,
         },
-        weight: listed.map_or(Weight::ONE, |server| server.weight),
-        capacity: listed.and_then(|server| server.capacity),
+        weight: listed_server.map_or(ServerWeight::ONE, |server| server.weight),
+        capacity: listed_server.and_then(|server| server.capacity),
         vlan: record.vlan,
-        drain: record.drain.clone().filter(|_| listed.is_some()),
-        racks: record.racks.clone(),
+        drain: record.drain.clone().filter(|_| listed_server.is_some()),
+        allowed_racks: record.racks.clone(),
     }
 }
 
 /// Returns the services in force. Other load balancers get the highest ids that are unused, or were not used recently.
 /// No cookie contains these ids, so they need not be stored.
 fn services(config: &FleetConfig, records: &Records) -> Vec<FleetService> {
-    let mut free = (0..ServerId::COUNT as u64).rev().filter_map(|id| ServerId::try_from(id).ok());
-    let mut ids: BTreeMap<IpAddr, ServerId> = BTreeMap::new();
-    let mut members = members(records);
-    let mut with_transfer = |service: &crate::config::ServiceConfig| {
+    let mut free_ids = (0..ServerId::COUNT as u64).rev().filter_map(|id| ServerId::try_from(id).ok());
+    let mut ids_by_address: BTreeMap<IpAddr, ServerId> = BTreeMap::new();
+    let mut members_by_service = members_by_service(records);
+    let mut service_with_transfer = |service: &crate::config::ServiceConfig| {
         let migration = service.other_balancer.and_then(|other| {
-            let id = match ids.get(&other.address) {
+            let id = match ids_by_address.get(&other.address) {
                 Some(id) => *id,
                 // If all ids are in use, the service gets no transfer.
-                None => free.find(|id| !records.servers.contains_key(id))?,
+                None => free_ids.find(|id| !records.servers.contains_key(id))?,
             };
-            ids.insert(other.address, id);
+            ids_by_address.insert(other.address, id);
             Some(if other.is_handed_over {
                 ServiceMigration::HandedOverTo(id)
             } else {
                 ServiceMigration::AdoptedFrom(id)
             })
         });
-        let service = fleet_service(service, records, members.remove(service.name.as_str()).unwrap_or_default());
+        let service =
+            fleet_service(service, records, members_by_service.remove(service.name.as_str()).unwrap_or_default());
         FleetService { mode: ServiceMode { migration, ..service.mode }, ..service }
     };
-    config.services.iter().map(&mut with_transfer).collect()
+    config.services.iter().map(&mut service_with_transfer).collect()
 }
 
 /// Returns the members of each service, collected in one pass over the servers.
-fn members(records: &Records) -> HashMap<&str, BTreeMap<ServerId, Membership>> {
-    let mut members: HashMap<&str, BTreeMap<ServerId, Membership>> = HashMap::new();
+fn members_by_service(records: &Records) -> HashMap<&str, BTreeMap<ServerId, Membership>> {
+    let mut members_by_service: HashMap<&str, BTreeMap<ServerId, Membership>> = HashMap::new();
     for (id, server) in &records.servers {
         for (service, membership) in &server.services {
-            members.entry(service).or_default().insert(*id, *membership);
+            members_by_service.entry(service).or_default().insert(*id, *membership);
         }
     }
-    members
+    members_by_service
 }
 
 fn fleet_service(
@@ -388,21 +393,21 @@ fn fleet_service(
     records: &Records,
     members: BTreeMap<ServerId, Membership>,
 ) -> FleetService {
-    let record = &records.services[&service.name];
+    let service_record = &records.services[&service.name];
     FleetService {
         name: service.name.clone(),
         address: service.address,
-        index: record.index,
+        index: service_record.index,
         mode: service.mode,
         other_balancer: service.other_balancer,
         policy: service.policy,
-        telemetry_level: policy::telemetry_level(service.policy),
+        telemetry_level: policy::telemetry_level_of_policy(service.policy),
         check: service.check.clone().map(Arc::new),
         when_all_down: service.when_all_down,
         slow_start: service.slow_start,
-        seed: record.seed,
+        hash_seed: service_record.hash_seed,
         buckets: service.buckets,
         members,
-        bucket_history: record.bucket_history.clone(),
+        bucket_history: service_record.bucket_history.clone(),
     }
 }

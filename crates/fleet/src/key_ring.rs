@@ -15,7 +15,7 @@
 
 use std::time::Duration;
 
-use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
+use coreward_model::cookie::{CookieKey, FleetCookieKeys, KeyIndex};
 use rand::Rng;
 
 use crate::clock::whole_seconds;
@@ -24,7 +24,7 @@ use crate::clock::whole_seconds;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeyRing {
     /// Keys that load balancers and agents use.
-    pub keys: FleetKeys,
+    pub keys: FleetCookieKeys,
     pub generation: u64,
     /// Time since which the current key has been used for stamping (whole seconds since 1970, as stored).
     pub current_since: Duration,
@@ -53,12 +53,13 @@ impl KeyPhase {
 
 impl KeyRing {
     pub fn generate(now: Duration, random: &mut impl Rng) -> Self {
-        let keys = FleetKeys { keys: [CookieKey::random(random), CookieKey::random(random)], current: KeyIndex::First };
+        let keys =
+            FleetCookieKeys { keys: [CookieKey::random(random), CookieKey::random(random)], current: KeyIndex::First };
         Self { keys, generation: 0, current_since: whole_seconds(now), phase: KeyPhase::Steady }
     }
 
     /// Replaces the key that is not used for stamping. If a rotation is in progress, only sets `forced`.
-    pub fn announce(&mut self, forced: bool, generation: u64, random: &mut impl Rng) {
+    pub fn announce_next_key(&mut self, forced: bool, generation: u64, random: &mut impl Rng) {
         match &mut self.phase {
             KeyPhase::Announced { forced: already } => *already |= forced,
             KeyPhase::Steady => {
@@ -70,7 +71,7 @@ impl KeyRing {
     }
 
     /// Makes the announced key the current one. Does nothing if no key is announced.
-    pub fn switch(&mut self, now: Duration, generation: u64) {
+    pub fn switch_to_next_key(&mut self, now: Duration, generation: u64) {
         if self.phase == KeyPhase::Steady {
             return;
         }

@@ -11,44 +11,44 @@ use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 
 /// Returns the TLS client configuration for health checks, or the reason why no certificate can be verified.
 pub fn client_config(verification: &CertificateVerification) -> Result<Arc<ClientConfig>, String> {
-    let provider = Arc::new(ring::default_provider());
-    let builder = ClientConfig::builder_with_provider(provider.clone());
+    let crypto_provider = Arc::new(ring::default_provider());
+    let builder = ClientConfig::builder_with_provider(crypto_provider.clone());
     let builder = builder.with_safe_default_protocol_versions().map_err(|error| error.to_string())?;
-    let builder = match verification {
+    let config_builder = match verification {
         CertificateVerification::Off => {
-            let verifier = Arc::new(AnyCertificateVerifier { provider });
-            builder.dangerous().with_custom_certificate_verifier(verifier)
+            let any_certificate_verifier = Arc::new(AnyCertificateVerifier { crypto_provider });
+            builder.dangerous().with_custom_certificate_verifier(any_certificate_verifier)
         }
-        CertificateVerification::System => builder.with_root_certificates(system_roots()?),
+        CertificateVerification::System => builder.with_root_certificates(load_system_roots()?),
         CertificateVerification::Authorities(pem) => builder.with_root_certificates(Arc::new(parse_authorities(pem)?)),
     };
-    Ok(Arc::new(builder.with_no_client_auth()))
+    Ok(Arc::new(config_builder.with_no_client_auth()))
 }
 
 fn parse_authorities(pem: &str) -> Result<RootCertStore, String> {
-    let mut roots = RootCertStore::empty();
+    let mut root_store = RootCertStore::empty();
     for certificate in CertificateDer::pem_slice_iter(pem.as_bytes()) {
         let certificate = certificate.map_err(|error| format!("`ca`: {error}"))?;
-        roots.add(certificate).map_err(|error| format!("`ca`: {error}"))?;
+        root_store.add(certificate).map_err(|error| format!("`ca`: {error}"))?;
     }
-    if roots.is_empty() { Err("`ca`: no certificate in it".to_owned()) } else { Ok(roots) }
+    if root_store.is_empty() { Err("`ca`: no certificate in it".to_owned()) } else { Ok(root_store) }
 }
 
 /// Returns the system's root certificates. They are read once: a change of the system's list needs a restart.
-fn system_roots() -> Result<Arc<RootCertStore>, String> {
-    static SYSTEM: OnceLock<Arc<RootCertStore>> = OnceLock::new();
-    let roots = SYSTEM.get_or_init(|| {
-        let loaded = rustls_native_certs::load_native_certs();
-        for error in &loaded.errors {
+fn load_system_roots() -> Result<Arc<RootCertStore>, String> {
+    static SYSTEM_ROOTS: OnceLock<Arc<RootCertStore>> = OnceLock::new();
+    let roots = SYSTEM_ROOTS.get_or_init(|| {
+        let native_certificates = rustls_native_certs::load_native_certs();
+        for error in &native_certificates.errors {
             tracing::warn!(
                 event = "ca-unreadable",
                 %error,
                 "the load balancer cannot read an authority of this system: HTTPS checks may reject servers"
             );
         }
-        let mut roots = RootCertStore::empty();
-        roots.add_parsable_certificates(loaded.certs);
-        Arc::new(roots)
+        let mut root_store = RootCertStore::empty();
+        root_store.add_parsable_certificates(native_certificates.certs);
+        Arc::new(root_store)
     });
     match roots.is_empty() {
         true => {
@@ -61,7 +61,7 @@ fn system_roots() -> Result<Arc<RootCertStore>, String> {
 /// Verifier that accepts any certificate, provided that the server has the certificate's private key.
 #[derive(Debug)]
 struct AnyCertificateVerifier {
-    provider: Arc<CryptoProvider>,
+    crypto_provider: Arc<CryptoProvider>,
 }
 
 impl ServerCertVerifier for AnyCertificateVerifier {
@@ -82,7 +82,7 @@ impl ServerCertVerifier for AnyCertificateVerifier {
         certificate: &CertificateDer<'_>,
         signature: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        let algorithms = &self.provider.signature_verification_algorithms;
+        let algorithms = &self.crypto_provider.signature_verification_algorithms;
         verify_tls12_signature(message, certificate, signature, algorithms)
     }
 
@@ -92,11 +92,11 @@ impl ServerCertVerifier for AnyCertificateVerifier {
         certificate: &CertificateDer<'_>,
         signature: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        let algorithms = &self.provider.signature_verification_algorithms;
+        let algorithms = &self.crypto_provider.signature_verification_algorithms;
         verify_tls13_signature(message, certificate, signature, algorithms)
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.provider.signature_verification_algorithms.supported_schemes()
+        self.crypto_provider.signature_verification_algorithms.supported_schemes()
     }
 }

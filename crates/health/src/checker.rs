@@ -53,10 +53,10 @@ pub struct CheckResult {
 
 impl CheckResult {
     fn unchecked() -> Self {
-        let since = Instant::now();
+        let verdict_since = Instant::now();
         Self {
             tracker: HealthTracker::default(),
-            since,
+            since: verdict_since,
             last_error: String::new(),
             latency: Duration::ZERO,
             check_count: 0,
@@ -78,7 +78,7 @@ struct TargetSpec {
     server: IpAddr,
 }
 
-struct Target<K> {
+struct CheckedTarget<K> {
     spec: TargetSpec,
     prober: Arc<Prober>,
     key: K,
@@ -86,7 +86,7 @@ struct Target<K> {
 
 /// Health checker of all targets. Its thread ends when `desired_targets` is dropped, so this field comes first.
 pub struct Checker<K> {
-    desired_targets: watch::Sender<Arc<Vec<Target<K>>>>,
+    desired_targets: watch::Sender<Arc<Vec<CheckedTarget<K>>>>,
     shared_results: Arc<SharedResults<K>>,
     _thread: CheckerThread,
 }
@@ -121,32 +121,32 @@ impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
             permits: Semaphore::new(MAX_CONCURRENT_CHECKS),
         });
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        let mine = shared_results.clone();
-        let thread = std::thread::Builder::new()
+        let thread_results = shared_results.clone();
+        let checker_thread = std::thread::Builder::new()
             .name("health".to_owned())
-            .spawn(move || runtime.block_on(run(receiver, mine)))
+            .spawn(move || runtime.block_on(run_checks(receiver, thread_results)))
             .context("a thread for health checks")?;
-        Ok(Self { desired_targets, shared_results, _thread: CheckerThread(Some(thread)) })
+        Ok(Self { desired_targets, shared_results, _thread: CheckerThread(Some(checker_thread)) })
     }
 
     /// Sets the services whose servers are checked. Unchanged targets keep their results.
     pub fn set_services(&self, services: Vec<CheckedService<K>>) {
-        let mut desired = Vec::new();
+        let mut desired_targets = Vec::new();
         for service in services {
             let prober = Arc::new(Prober::new(service.check.clone(), service.vip, service.nat_table));
             for (key, server) in service.servers {
-                let spec = TargetSpec { check: service.check.clone(), vip: service.vip, server };
-                desired.push(Target { spec, prober: prober.clone(), key });
+                let target_spec = TargetSpec { check: service.check.clone(), vip: service.vip, server };
+                desired_targets.push(CheckedTarget { spec: target_spec, prober: prober.clone(), key });
             }
         }
-        self.desired_targets.send_replace(Arc::new(desired));
+        self.desired_targets.send_replace(Arc::new(desired_targets));
     }
 
     pub fn results(&self) -> Vec<(K, CheckResult)> {
         self.shared_results.results().iter().map(|(key, found)| (*key, found.clone())).collect()
     }
 
-    pub fn subscribe_to_changes(&self) -> watch::Receiver<u64> {
+    pub fn subscribe_to_verdict_changes(&self) -> watch::Receiver<u64> {
         self.shared_results.change_count.subscribe()
     }
 }
@@ -169,8 +169,8 @@ impl Drop for TargetTask {
     }
 }
 
-async fn run<K: Ord + Hash + Copy + Send + Sync + 'static>(
-    mut desired: watch::Receiver<Arc<Vec<Target<K>>>>,
+async fn run_checks<K: Ord + Hash + Copy + Send + Sync + 'static>(
+    mut desired: watch::Receiver<Arc<Vec<CheckedTarget<K>>>>,
     shared: Arc<SharedResults<K>>,
 ) {
     let mut checked: HashMap<K, TargetTask> = HashMap::new();

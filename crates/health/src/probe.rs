@@ -41,19 +41,20 @@ pub enum ProbeError {
     Network(String),
     /// The check failed for a local reason, which proves nothing about the server.
     #[error("not asked, as this machine lacks something: {0}")]
-    Local(String),
+    LocalFailure(String),
 }
 
 impl ProbeError {
     pub fn is_local(&self) -> bool {
-        matches!(self, Self::Local(_))
+        matches!(self, Self::LocalFailure(_))
     }
 
     /// Returns the local failure that caused `error`, or else the result of `otherwise`.
     fn from_error(error: &(dyn std::error::Error + 'static), otherwise: impl FnOnce(String) -> Self) -> Self {
-        let mut causes = std::iter::successors(Some(error), |error| error.source());
-        let local = causes.find_map(|error| error.downcast_ref::<std::io::Error>().filter(|error| is_local(error)));
-        local.map_or_else(|| otherwise(error.to_string()), |error| Self::Local(error.to_string()))
+        let mut error_chain = std::iter::successors(Some(error), |error| error.source());
+        let local_error =
+            error_chain.find_map(|error| error.downcast_ref::<std::io::Error>().filter(|error| is_local(error)));
+        local_error.map_or_else(|| otherwise(error.to_string()), |error| Self::LocalFailure(error.to_string()))
     }
 }
 
@@ -85,12 +86,12 @@ pub struct Prober {
 
 impl Prober {
     /// Returns a prober for the servers of one service. `nat_table` is required for checks at the VIP.
-    pub fn new(check: Arc<HealthCheck>, vip: SocketAddr, nat_table: Option<Arc<dyn NatTable>>) -> Self {
-        let tls = match &check.probe {
+    pub fn new(health_check: Arc<HealthCheck>, vip: SocketAddr, nat_table: Option<Arc<dyn NatTable>>) -> Self {
+        let tls_connector = match &health_check.probe {
             Probe::Https(_, verification) => Some(ca::client_config(verification).map(TlsConnector::from)),
             Probe::Tcp | Probe::Http(_) | Probe::Agent => None,
         };
-        Self { check, vip, tls, nat_table }
+        Self { check: health_check, vip, tls: tls_connector, nat_table }
     }
 
     pub fn check(&self) -> &HealthCheck {
@@ -140,31 +141,31 @@ impl Prober {
         server: IpAddr,
         nat: &Arc<dyn NatTable>,
     ) -> Result<NatEntryGuard, ProbeError> {
-        let local = |error: std::io::Error| ProbeError::from_error(&error, ProbeError::Network);
+        let to_probe_error = |error: std::io::Error| ProbeError::from_error(&error, ProbeError::Network);
         let vip = self.vip.ip();
-        let any = match (server, vip) {
+        let unspecified_address = match (server, vip) {
             (IpAddr::V4(_), IpAddr::V4(_)) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
             (IpAddr::V6(_), IpAddr::V6(_)) => Ipv6Addr::UNSPECIFIED.into(),
             _ => {
-                let reason = format!("server {server} at VIP {vip}: expected addresses of one family");
-                return Err(ProbeError::Local(reason));
+                let family_mismatch = format!("server {server} at VIP {vip}: expected addresses of one family");
+                return Err(ProbeError::LocalFailure(family_mismatch));
             }
         };
-        socket.bind((any, 0).into()).map_err(local)?;
-        let source_port = socket.local_addr().map_err(local)?.port();
-        let path = NatPath { server, vip, port: self.port(), source_port };
-        NatEntryGuard::add(path, nat).map_err(|error| ProbeError::Local(format!("{error:#}")))
+        socket.bind((unspecified_address, 0).into()).map_err(to_probe_error)?;
+        let source_port = socket.local_addr().map_err(to_probe_error)?.port();
+        let nat_path = NatPath { server, vip, port: self.port(), source_port };
+        NatEntryGuard::add(nat_path, nat).map_err(|error| ProbeError::LocalFailure(format!("{error:#}")))
     }
 
     fn server_name(&self, http: &HttpProbe, server: IpAddr) -> Result<ServerName<'static>, ProbeError> {
         let Some(host) = &http.host else {
             return Ok(ServerName::from(self.address(server).ip()));
         };
-        let invalid = |error: &dyn Display| ProbeError::Tls(format!("{host:?}: {error}"));
-        let authority: Authority = host.parse().map_err(|error| invalid(&error))?;
+        let tls_error = |error: &dyn Display| ProbeError::Tls(format!("{host:?}: {error}"));
+        let authority: Authority = host.parse().map_err(|error| tls_error(&error))?;
         // An IPv6 address is in brackets (RFC 3986, section 3.2.2).
-        let name = authority.host().trim_start_matches('[').trim_end_matches(']');
-        ServerName::try_from(name.to_owned()).map_err(|error| invalid(&error))
+        let host_name = authority.host().trim_start_matches('[').trim_end_matches(']');
+        ServerName::try_from(host_name.to_owned()).map_err(|error| tls_error(&error))
     }
 
     /// Opens a connection that will end with a reset, so that neither end keeps its state.

@@ -47,8 +47,8 @@ impl Client {
     /// Returns a client of one controller on this host. Fails when the token's file cannot be read, or is readable by
     /// others than its owner.
     pub fn new(controller: ControllerUrl, token_file: &Path) -> anyhow::Result<Self> {
-        let proof = Credential::Token { file: token_file.to_owned(), ca: None };
-        Self::with_controllers(vec![controller], &proof, ExpectedHost::Requested)
+        let credential = Credential::Token { file: token_file.to_owned(), ca: None };
+        Self::with_controllers(vec![controller], &credential, ExpectedHost::Requested)
     }
 
     /// Returns a client of all controllers of a fleet. `host`: expected host in certificates, for `https://`. Fails
@@ -60,19 +60,19 @@ impl Client {
     ) -> anyhow::Result<Self> {
         let (token, https) = match proof {
             Credential::Token { file, ca } => {
-                let without = |ca| HttpsConnector::without_certificate(ca, host);
-                (Some(read_api_token(file)?), ca.as_deref().map(without).transpose()?)
+                let without_certificate = |ca| HttpsConnector::without_certificate(ca, host);
+                (Some(read_api_token(file)?), ca.as_deref().map(without_certificate).transpose()?)
             }
             Credential::Certificate(files) => (None, Some(HttpsConnector::with_certificate(files, host)?)),
         };
         for controller in &controllers {
-            let is_possible = if controller.is_https() { https.is_some() } else { token.is_some() };
+            let has_credential = if controller.is_https() { https.is_some() } else { token.is_some() };
             let expected = if controller.is_https() {
                 "https:// and no `--ca`: expected the file with the fleet's authorities"
             } else {
                 "a certificate proves nothing without TLS: expected https://HOST:PORT, or a token"
             };
-            ensure!(is_possible, "{controller}: {expected}");
+            ensure!(has_credential, "{controller}: {expected}");
         }
         ensure!(!controllers.is_empty(), "no controller: expected at least one");
         Ok(Self { controllers, token, https })

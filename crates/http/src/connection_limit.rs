@@ -20,14 +20,14 @@ const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Slots that limit the number of connections to a server.
 pub(crate) struct ConnectionSlots {
     free_slots: Arc<Semaphore>,
-    connections: Mutex<Connections>,
+    connections: Mutex<ConnectionRegistry>,
 }
 
 #[derive(Default)]
-struct Connections {
+struct ConnectionRegistry {
     by_number: BTreeMap<u64, Connection>,
     /// Sequence number of the last arrival or answer; smaller numbers are earlier.
-    last_number: u64,
+    last_sequence_number: u64,
 }
 
 struct Connection {
@@ -39,18 +39,20 @@ struct Connection {
     close_signal: Arc<Notify>,
 }
 
-impl Connections {
+impl ConnectionRegistry {
     fn next_number(&mut self) -> u64 {
-        self.last_number += 1;
-        self.last_number
+        self.last_sequence_number += 1;
+        self.last_sequence_number
     }
 
     /// Returns the longest idle connection of the network that has most idle connections.
     fn connection_to_close(&self) -> Option<&Connection> {
-        let idle = || self.by_number.values().filter(|connection| connection.active_requests == 0);
-        let mut counts: HashMap<IpAddr, usize> = HashMap::new();
-        idle().for_each(|connection| *counts.entry(connection.network).or_default() += 1);
-        idle().min_by_key(|connection| (std::cmp::Reverse(counts[&connection.network]), connection.idle_since_sequence))
+        let idle_connections = || self.by_number.values().filter(|connection| connection.active_requests == 0);
+        let mut idle_counts: HashMap<IpAddr, usize> = HashMap::new();
+        idle_connections().for_each(|connection| *idle_counts.entry(connection.network).or_default() += 1);
+        idle_connections().min_by_key(|connection| {
+            (std::cmp::Reverse(idle_counts[&connection.network]), connection.idle_since_sequence)
+        })
     }
 }
 
@@ -59,7 +61,7 @@ impl ConnectionSlots {
         Arc::new(Self { free_slots: Arc::new(Semaphore::new(count)), connections: Mutex::default() })
     }
 
-    fn connections(&self) -> MutexGuard<'_, Connections> {
+    fn connections(&self) -> MutexGuard<'_, ConnectionRegistry> {
         self.connections.lock()
     }
 
@@ -100,9 +102,9 @@ pub(crate) struct ConnectionPermit {
 
 impl ConnectionPermit {
     /// Marks a request as active until the result is dropped.
-    pub(crate) fn begin_request(self: &Arc<Self>) -> RequestGuard {
+    pub(crate) fn begin_request(self: &Arc<Self>) -> ActiveRequestGuard {
         self.update_connection(|connection, _| connection.active_requests += 1);
-        RequestGuard(self.clone())
+        ActiveRequestGuard(self.clone())
     }
 
     /// Waits until the connection is idle and another one needs its slot.
@@ -123,9 +125,9 @@ impl ConnectionPermit {
 
     fn update_connection(&self, change: impl FnOnce(&mut Connection, u64)) {
         let mut connections = self.slots.connections();
-        let moment = connections.next_number();
+        let sequence_number = connections.next_number();
         if let Some(connection) = connections.by_number.get_mut(&self.number) {
-            change(connection, moment);
+            change(connection, sequence_number);
         }
     }
 }
@@ -137,9 +139,9 @@ impl Drop for ConnectionPermit {
 }
 
 /// Guard of an active request, which ends when the guard is dropped.
-pub(crate) struct RequestGuard(Arc<ConnectionPermit>);
+pub(crate) struct ActiveRequestGuard(Arc<ConnectionPermit>);
 
-impl Drop for RequestGuard {
+impl Drop for ActiveRequestGuard {
     fn drop(&mut self) {
         self.0.update_connection(|connection, moment| {
             (connection.active_requests, connection.idle_since_sequence) = (connection.active_requests - 1, moment)
@@ -150,7 +152,7 @@ impl Drop for RequestGuard {
 /// Body of an answer; the request counts as active until the body ends.
 pub(crate) struct TrackedBody<B> {
     pub(crate) body: B,
-    pub(crate) _guard: RequestGuard,
+    pub(crate) _guard: ActiveRequestGuard,
 }
 
 impl<B: Body + Unpin> Body for TrackedBody<B> {

@@ -35,7 +35,7 @@ pub const MAX_DOCUMENT_BYTES: usize = 8 << 20;
 /// Maximum time from a request's first byte to the first byte of its answer.
 const TIMEOUT: Duration = Duration::from_secs(30);
 /// Name of the security scheme of bearer tokens in the OpenAPI document.
-const TOKEN_SCHEME: &str = "token";
+const TOKEN_SECURITY_SCHEME: &str = "token";
 
 /// Numbers of answered requests by HTTP status code.
 #[derive(Debug, Default)]
@@ -47,7 +47,7 @@ impl RequestCounts {
     }
 
     /// Returns the number of answered requests for each HTTP status code.
-    pub fn by_status(&self) -> BTreeMap<u16, u64> {
+    pub fn counts_by_status(&self) -> BTreeMap<u16, u64> {
         self.0.lock().clone()
     }
 }
@@ -97,20 +97,20 @@ impl AccessControl {
     /// Returns the caller, who is identified by a token, a certificate or a session. Fails if there is none.
     fn authenticate(&self, request: &Request) -> Result<Caller, Problem> {
         let peer = request.extensions().get::<Peer>().cloned().unwrap_or_default();
-        let session = || {
+        let session_caller = || {
             self.sessions
                 .has_session(request.headers(), &self.revocation_list)
                 .then(|| (Role::Viewer, "session".into()))
         };
-        let proved = match (request.headers().get(header::AUTHORIZATION), &peer.certificate) {
-            (Some(authorization), _) => self.role_of(authorization),
+        let role_and_principal = match (request.headers().get(header::AUTHORIZATION), &peer.certificate) {
+            (Some(authorization), _) => self.authenticate_token(authorization),
             (None, Some(certified)) => Some((certified.role, certified.name.clone())),
-            (None, None) => session(),
+            (None, None) => session_caller(),
         };
-        match proved {
+        match role_and_principal {
             Some((role, who)) => Ok(Caller { role, address: peer.address, principal: who }),
             None => {
-                self.limits.count_rejected(peer.address)?;
+                self.limits.count_rejected_request(peer.address)?;
                 let expected = "expected `Authorization: Bearer TOKEN` with the token of a role (viewer.token or \
                                 operator.token \
                                 in the controller's folder), or by TLS the certificate of an operator or a viewer";
@@ -120,7 +120,7 @@ impl AccessControl {
     }
 
     /// Returns the role of the token in the header, and a principal with the token's id.
-    fn role_of(&self, authorization: &HeaderValue) -> Option<(Role, Arc<str>)> {
+    fn authenticate_token(&self, authorization: &HeaderValue) -> Option<(Role, Arc<str>)> {
         let (scheme, token) = authorization.to_str().ok()?.split_once(' ')?;
         // RFC 9110, Sect. 11.1: the scheme's case does not matter.
         let token = Some(token.trim()).filter(|_| scheme.eq_ignore_ascii_case("bearer"))?;
@@ -180,20 +180,20 @@ pub struct Endpoints<S> {
 
 #[derive(utoipa::OpenApi)]
 #[openapi(components(schemas(Problem)))]
-struct CommonHeaders;
+struct BaseDocument;
 
 impl<S: Clone + Send + Sync + 'static> Endpoints<S> {
     /// Returns a router without endpoints.
     pub fn new(guard: Arc<AccessControl>, title: &str, description: &str) -> Self {
-        let mut document = CommonHeaders::openapi();
+        let mut document = BaseDocument::openapi();
         document.info.title = title.to_owned();
         document.info.description = Some(description.to_owned());
         document.info.version = env!("CARGO_PKG_VERSION").to_owned();
-        let token = HttpBuilder::new().scheme(HttpAuthScheme::Bearer).description(Some(
+        let token_scheme = HttpBuilder::new().scheme(HttpAuthScheme::Bearer).description(Some(
             "The token of a role: the files viewer.token and operator.token (`token_directory` of the controller)",
         ));
         let components = document.components.get_or_insert_default();
-        components.add_security_scheme(TOKEN_SCHEME, SecurityScheme::Http(token.build()));
+        components.add_security_scheme(TOKEN_SECURITY_SCHEME, SecurityScheme::Http(token_scheme.build()));
         Self { guard, router: OpenApiRouter::with_openapi(document) }
     }
 
@@ -240,7 +240,7 @@ fn operations(item: &mut PathItem) -> impl Iterator<Item = &mut Operation> {
 /// Adds the common parts of an operation to the document: its role, and the errors of all operations.
 fn describe(operation: &mut Operation, needed: Role) {
     // OpenAPI 3.1, Security Requirement Object: for schemes without scopes the array may name the required roles.
-    operation.security = Some(vec![SecurityRequirement::new(TOKEN_SCHEME, [needed.name()])]);
+    operation.security = Some(vec![SecurityRequirement::new(TOKEN_SECURITY_SCHEME, [needed.name()])]);
     let mut errors = vec![
         ("400", "The request is malformed"),
         ("401", "No valid token or certificate"),

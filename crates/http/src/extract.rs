@@ -84,7 +84,7 @@ mod tests {
     #[test]
     fn body_must_be_an_object() {
         assert!(!serde_json::from_str::<JsonObject<Body>>("{}").unwrap().0.force);
-        let refused = serde_json::from_str::<JsonObject<Body>>("[]").map(|body| body.0).unwrap_err();
-        assert!(refused.to_string().contains("invalid type: sequence, expected an object"), "{refused}");
+        let error = serde_json::from_str::<JsonObject<Body>>("[]").map(|body| body.0).unwrap_err();
+        assert!(error.to_string().contains("invalid type: sequence, expected an object"), "{error}");
     }
 }

@@ -12,7 +12,7 @@ use governor::{Quota, RateLimiter};
 use crate::{Problem, ProblemKind};
 use coreward_api::Role;
 
-type Limiter<K> = RateLimiter<
+type KeyedRateLimiter<K> = RateLimiter<
     K,
     DashMapStateStore<K>,
     MonotonicClock,
@@ -24,18 +24,18 @@ const MAX_READS_PER_SECOND: NonZeroU32 = NonZeroU32::new(200).unwrap();
 /// Maximum number of requests per second that only an operator may send, for each address.
 const MAX_WRITES_PER_SECOND: NonZeroU32 = NonZeroU32::new(20).unwrap();
 /// Maximum number of requests per second without a valid token, for each address.
-const MAX_REFUSALS_PER_SECOND: NonZeroU32 = NonZeroU32::new(10).unwrap();
+const MAX_REJECTIONS_PER_SECOND: NonZeroU32 = NonZeroU32::new(10).unwrap();
 /// Maximum burst of requests, as a multiple of the rate per second.
-const BURST: u32 = 5;
+const BURST_RATE_MULTIPLE: u32 = 5;
 /// Number of callers in a limiter, above which inactive callers are forgotten.
-const MAX_CALLERS: usize = 4096;
+const MAX_TRACKED_CALLERS: usize = 4096;
 
 /// Rate limits of callers, by role and address.
 pub struct RateLimits {
     clock: MonotonicClock,
-    read_limiter: Limiter<(Role, IpAddr)>,
-    write_limiter: Limiter<(Role, IpAddr)>,
-    refusal_limiter: Limiter<IpAddr>,
+    read_limiter: KeyedRateLimiter<(Role, IpAddr)>,
+    write_limiter: KeyedRateLimiter<(Role, IpAddr)>,
+    rejection_limiter: KeyedRateLimiter<IpAddr>,
 }
 
 impl Default for RateLimits {
@@ -45,8 +45,8 @@ impl Default for RateLimits {
         Self {
             read_limiter: RateLimiter::new(quota(MAX_READS_PER_SECOND), DashMapStateStore::default(), clock.clone()),
             write_limiter: RateLimiter::new(quota(MAX_WRITES_PER_SECOND), DashMapStateStore::default(), clock.clone()),
-            refusal_limiter: RateLimiter::new(
-                quota(MAX_REFUSALS_PER_SECOND),
+            rejection_limiter: RateLimiter::new(
+                quota(MAX_REJECTIONS_PER_SECOND),
                 DashMapStateStore::default(),
                 clock.clone(),
             ),
@@ -55,21 +55,25 @@ impl Default for RateLimits {
     }
 }
 
-const BURST_FACTOR: NonZeroU32 = NonZeroU32::new(BURST).unwrap();
+const BURST_FACTOR: NonZeroU32 = NonZeroU32::new(BURST_RATE_MULTIPLE).unwrap();
 
 impl RateLimits {
     /// Counts a request of an authenticated caller. Fails if the caller's rate limit is exceeded.
     pub fn count_request(&self, role: Role, address: IpAddr, writes: bool) -> Result<(), Problem> {
-        self.check(if writes { &self.write_limiter } else { &self.read_limiter }, &(role, network(address)))
+        self.check_limiter(if writes { &self.write_limiter } else { &self.read_limiter }, &(role, network(address)))
     }
 
     /// Counts a request of an unauthenticated caller. Fails if the address's rate limit is exceeded.
-    pub fn count_rejected(&self, address: IpAddr) -> Result<(), Problem> {
-        self.check(&self.refusal_limiter, &network(address))
+    pub fn count_rejected_request(&self, address: IpAddr) -> Result<(), Problem> {
+        self.check_limiter(&self.rejection_limiter, &network(address))
     }
 
-    fn check<K: std::hash::Hash + Eq + Clone>(&self, limiter: &Limiter<K>, key: &K) -> Result<(), Problem> {
-        if limiter.len() > MAX_CALLERS {
+    fn check_limiter<K: std::hash::Hash + Eq + Clone>(
+        &self,
+        limiter: &KeyedRateLimiter<K>,
+        key: &K,
+    ) -> Result<(), Problem> {
+        if limiter.len() > MAX_TRACKED_CALLERS {
             limiter.retain_recent();
         }
         limiter.check_key(key).map_err(|not_yet| too_many_requests(not_yet.wait_time_from(self.clock.now())))
@@ -98,20 +102,20 @@ mod tests {
     fn excess_requests_get_retry_after() {
         let limits = RateLimits::default();
         let address = |last: u16| IpAddr::from(Ipv6Addr::new(0xfd00, 0, 0, 0, 0, 0, 0, last));
-        let began = std::time::Instant::now();
+        let start = std::time::Instant::now();
         let (allowed, problem) = (0..=u16::MAX)
             .find_map(|n| {
                 limits.count_request(Role::Operator, address(n), true).err().map(|problem| (u32::from(n), problem))
             })
             .unwrap();
         let (burst, earned) = (
-            MAX_WRITES_PER_SECOND.get() * BURST,
-            began.elapsed().as_secs_f64() * f64::from(MAX_WRITES_PER_SECOND.get()),
+            MAX_WRITES_PER_SECOND.get() * BURST_RATE_MULTIPLE,
+            start.elapsed().as_secs_f64() * f64::from(MAX_WRITES_PER_SECOND.get()),
         );
         assert!((burst..=burst + earned as u32 + 1).contains(&allowed), "{allowed} allowed, {earned} earned meanwhile");
         assert_eq!((problem.status, problem.retry_after_s), (429, Some(1)));
         assert!(limits.count_request(Role::Operator, address(1), false).is_ok());
         assert!(limits.count_request(Role::Viewer, address(1), true).is_ok());
-        assert!(limits.count_rejected("10.0.0.1".parse().unwrap()).is_ok());
+        assert!(limits.count_rejected_request("10.0.0.1".parse().unwrap()).is_ok());
     }
 }

@@ -132,7 +132,7 @@ impl Problem {
     }
 
     /// Returns the error for a fault of the controller.
-    pub fn internal(error: &anyhow::Error) -> Self {
+    pub fn internal_error(error: &anyhow::Error) -> Self {
         Self::new(ProblemKind::Internal, format!("{error:#}"))
     }
 
@@ -144,8 +144,8 @@ impl Problem {
 
 impl From<&Diagnostics> for Problem {
     fn from(mistakes: &Diagnostics) -> Self {
-        let list = mistakes.list.iter().map(DocumentMistake::from).collect();
-        Self { mistakes: list, ..Self::new(ProblemKind::WrongDocument, mistakes.to_string()) }
+        let document_mistakes = mistakes.list.iter().map(DocumentMistake::from).collect();
+        Self { mistakes: document_mistakes, ..Self::new(ProblemKind::WrongDocument, mistakes.to_string()) }
     }
 }
 
@@ -161,14 +161,14 @@ impl IntoResponse for Problem {
     fn into_response(self) -> Response {
         let (status, _) = self.kind.status_and_title();
         let retry_after = self.retry_after_s;
-        let unauthenticated = self.kind == ProblemKind::Unauthenticated;
+        let is_unauthenticated = self.kind == ProblemKind::Unauthenticated;
         let mut response = (status, Json(self)).into_response();
         let headers = response.headers_mut();
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(PROBLEM_JSON));
         if let Some(seconds) = retry_after {
             headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
         }
-        if unauthenticated {
+        if is_unauthenticated {
             headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer realm=\"coreward\""));
         }
         response

@@ -145,13 +145,13 @@ impl Listener {
         background: impl Future<Output = ()> + Send + 'static,
     ) -> anyhow::Result<RunningServer> {
         let runtime = tokio::runtime::Builder::new_current_thread()
-            .max_blocking_threads(work::THREAD_COUNT)
+            .max_blocking_threads(work::WORKER_THREAD_COUNT)
             .on_thread_start(begin_thread)
             .thread_name("api-work")
             .enable_all()
             .build()?;
         let (alive, mut dropped) = oneshot::channel();
-        let serve = move || {
+        let run_server = move || {
             runtime.block_on(async move {
                 let listener = match tokio::net::TcpListener::from_std(self.listener) {
                     Ok(listener) => listener,
@@ -172,14 +172,14 @@ impl Listener {
                 }
             });
         };
-        std::thread::Builder::new().name("api".to_owned()).spawn(serve)?;
-        Ok(RunningServer { _alive: alive })
+        std::thread::Builder::new().name("api".to_owned()).spawn(run_server)?;
+        Ok(RunningServer { _stop_on_drop: alive })
     }
 }
 
 /// Guard of a running server, which ends when the guard is dropped.
 pub struct RunningServer {
-    _alive: oneshot::Sender<std::convert::Infallible>,
+    _stop_on_drop: oneshot::Sender<std::convert::Infallible>,
 }
 
 async fn accept_connections(

@@ -51,7 +51,7 @@ impl SessionProof {
 
 struct Session {
     id: String,
-    proof: SessionProof,
+    credential: SessionProof,
     expires_at: Instant,
 }
 
@@ -66,34 +66,34 @@ impl Sessions {
             sessions.remove(0);
         }
         let cookie = cookie_header_value(&id, SESSION_LIFETIME, encrypted);
-        sessions.push(Session { id, proof, expires_at: Instant::now() + SESSION_LIFETIME });
+        sessions.push(Session { id, credential: proof, expires_at: Instant::now() + SESSION_LIFETIME });
         cookie
     }
 
     /// Returns whether the request belongs to a session. A session that a certificate began ends with the certificate.
     pub fn has_session(&self, headers: &HeaderMap, revoked: &RevocationList) -> bool {
-        let mut living = self.live_sessions();
-        living.retain(|session| session.proof.is_valid(revoked));
-        session_ids(headers).any(|id| living.iter().any(|session| session.matches(id)))
+        let mut live_sessions = self.live_sessions();
+        live_sessions.retain(|session| session.credential.is_valid(revoked));
+        session_ids(headers).any(|id| live_sessions.iter().any(|session| session.has_id(id)))
     }
 
     /// Ends the request's session and returns the `Set-Cookie` value that clears it. `encrypted`: whether the request
     /// came by TLS.
     pub fn end(&self, headers: &HeaderMap, encrypted: bool) -> String {
         for id in session_ids(headers) {
-            self.live_sessions().retain(|session| !session.matches(id));
+            self.live_sessions().retain(|session| !session.has_id(id));
         }
         cookie_header_value("", Duration::ZERO, encrypted)
     }
 
     /// Ends all sessions that were begun by a token.
     pub fn end_sessions_of_tokens(&self) {
-        self.live_sessions().retain(|session| session.proof != SessionProof::Token);
+        self.live_sessions().retain(|session| session.credential != SessionProof::Token);
     }
 
     /// Ends all sessions that were begun by a certificate.
     pub fn end_sessions_of_certificates(&self) {
-        self.live_sessions().retain(|session| session.proof == SessionProof::Token);
+        self.live_sessions().retain(|session| session.credential == SessionProof::Token);
     }
 
     fn live_sessions(&self) -> MutexGuard<'_, Vec<Session>> {
@@ -105,7 +105,7 @@ impl Sessions {
 }
 
 impl Session {
-    fn matches(&self, id: &str) -> bool {
+    fn has_id(&self, id: &str) -> bool {
         self.id.as_bytes().ct_eq(id.as_bytes()).into()
     }
 }
@@ -113,13 +113,13 @@ impl Session {
 /// Returns a `Set-Cookie` value. RFC 6265bis, Sect. 4.1.2.5: browsers send `Secure` cookies by TLS only, and accept
 /// none in clear text.
 fn cookie_header_value(id: &str, life: Duration, encrypted: bool) -> String {
-    let secure = if encrypted { "; Secure" } else { "" };
-    format!("{COOKIE_NAME}={id}; Path=/; HttpOnly; SameSite=Strict; Max-Age={}{secure}", life.as_secs())
+    let secure_attribute = if encrypted { "; Secure" } else { "" };
+    format!("{COOKIE_NAME}={id}; Path=/; HttpOnly; SameSite=Strict; Max-Age={}{secure_attribute}", life.as_secs())
 }
 
 fn session_ids(headers: &HeaderMap) -> impl Iterator<Item = &str> {
-    let pairs = headers.get_all(header::COOKIE).iter().filter_map(|cookies| cookies.to_str().ok());
-    pairs
+    let cookie_headers = headers.get_all(header::COOKIE).iter().filter_map(|cookies| cookies.to_str().ok());
+    cookie_headers
         .flat_map(|cookies| cookies.split(';'))
         .filter_map(|pair| pair.trim().split_once('='))
         .filter_map(|(name, value)| (name == COOKIE_NAME).then_some(value))
@@ -129,7 +129,7 @@ fn session_ids(headers: &HeaderMap) -> impl Iterator<Item = &str> {
 mod tests {
     use super::*;
 
-    fn with_cookie(cookie: &str) -> HeaderMap {
+    fn headers_with_cookie(cookie: &str) -> HeaderMap {
         let mut headers = HeaderMap::new();
         headers.insert(header::COOKIE, format!("other=1; {cookie}").parse().unwrap());
         headers
@@ -140,24 +140,24 @@ mod tests {
         let (sessions, revoked) = (Sessions::default(), RevocationList::default());
         let cookie = sessions.create(SessionProof::Token, false);
         assert!(cookie.contains("HttpOnly; SameSite=Strict") && !cookie.contains("Secure"), "{cookie}");
-        let headers = with_cookie(cookie.split(';').next().unwrap());
+        let headers = headers_with_cookie(cookie.split(';').next().unwrap());
         assert!(
             sessions.has_session(&headers, &revoked)
-                && !sessions.has_session(&with_cookie("coreward_session="), &revoked)
-                && !sessions.has_session(&with_cookie("a=b"), &revoked)
+                && !sessions.has_session(&headers_with_cookie("coreward_session="), &revoked)
+                && !sessions.has_session(&headers_with_cookie("a=b"), &revoked)
         );
         assert!(sessions.end(&headers, false).contains("Max-Age=0"));
         assert!(!sessions.has_session(&headers, &revoked));
-        let begin = |by| with_cookie(sessions.create(by, false).split(';').next().unwrap());
-        let certificate =
+        let begin_session = |by| headers_with_cookie(sessions.create(by, false).split(';').next().unwrap());
+        let certificate_proof =
             |n: u8, not_after| SessionProof::Certificate { fingerprint: Fingerprint::sha256(&[n]), not_after };
         let [token, lost, kept, expired] = [
             SessionProof::Token,
-            certificate(1, Duration::MAX),
-            certificate(2, Duration::MAX),
-            certificate(3, Duration::from_secs(1)),
+            certificate_proof(1, Duration::MAX),
+            certificate_proof(2, Duration::MAX),
+            certificate_proof(3, Duration::from_secs(1)),
         ]
-        .map(begin);
+        .map(begin_session);
         assert!(sessions.has_session(&lost, &revoked) && !sessions.has_session(&expired, &revoked));
         revoked.set([Fingerprint::sha256(&[1])]);
         assert!(!sessions.has_session(&lost, &revoked) && sessions.has_session(&kept, &revoked));
@@ -170,9 +170,10 @@ mod tests {
     #[test]
     fn oldest_session_is_evicted_at_limit() {
         let sessions = Sessions::default();
-        let first = with_cookie(sessions.create(SessionProof::Token, false).split(';').next().unwrap());
+        let first_session_headers =
+            headers_with_cookie(sessions.create(SessionProof::Token, false).split(';').next().unwrap());
         (0..MAX_SESSIONS).for_each(|_| drop(sessions.create(SessionProof::Token, false)));
-        assert!(!sessions.has_session(&first, &RevocationList::default()));
+        assert!(!sessions.has_session(&first_session_headers, &RevocationList::default()));
         assert_eq!(sessions.live_sessions().len(), MAX_SESSIONS);
     }
 }

@@ -46,31 +46,32 @@ impl Tokens {
     /// Reads the files again, and returns whether a token has changed. On an error, as in [`open`](Self::open), the
     /// previous tokens stay valid.
     pub fn reload(&self) -> anyhow::Result<bool> {
-        let read = |role| read_or_create_token(&token_file(&self.directory, role)).map(|token| (role, token));
-        let tokens = Role::ALL.into_iter().map(read).collect::<anyhow::Result<Vec<_>>>()?;
+        let read_token_of_role =
+            |role| read_or_create_token(&token_file(&self.directory, role)).map(|token| (role, token));
+        let tokens = Role::ALL.into_iter().map(read_token_of_role).collect::<anyhow::Result<Vec<_>>>()?;
         ensure!(
             tokens[0].1.expose() != tokens[1].1.expose(),
             "the roles' tokens in {} are the same: expected one for each",
             self.directory.display()
         );
-        let mut known = self.tokens.write();
-        let texts = known.iter().map(|(_, token)| token.expose());
-        let others = !texts.eq(tokens.iter().map(|(_, token)| token.expose()));
-        *known = tokens;
-        Ok(others)
+        let mut current_tokens = self.tokens.write();
+        let current_texts = current_tokens.iter().map(|(_, token)| token.expose());
+        let has_changed = !current_texts.eq(tokens.iter().map(|(_, token)| token.expose()));
+        *current_tokens = tokens;
+        Ok(has_changed)
     }
 
     /// Returns the role of this token, in constant time, or `None` for an unknown token.
     pub fn role_of(&self, token: &str) -> Option<Role> {
         let tokens = self.tokens.read();
-        let same = |(_, known): &&(Role, Secret<String>)| known.expose().as_bytes().ct_eq(token.as_bytes()).into();
-        tokens.iter().find(same).map(|(role, _)| *role)
+        let is_equal = |(_, known): &&(Role, Secret<String>)| known.expose().as_bytes().ct_eq(token.as_bytes()).into();
+        tokens.iter().find(is_equal).map(|(role, _)| *role)
     }
 }
 
 fn read_or_create_token(path: &Path) -> anyhow::Result<Secret<String>> {
     if !path.exists() {
-        create_token_file(path, &random_text::<TOKEN_BYTES>())
+        create_token_file(path, &random_base64::<TOKEN_BYTES>())
             .with_context(|| format!("{}: the token cannot be written", path.display()))?;
         tracing::info!(
             event = "token-created",
@@ -86,9 +87,9 @@ fn read_or_create_token(path: &Path) -> anyhow::Result<Secret<String>> {
 pub fn read_token(path: &Path) -> anyhow::Result<Secret<String>> {
     let text = read_secret(path).map_err(|problem| anyhow!("{problem}"))?;
     // RFC 6750, Sect. 2.1.
-    let allowed = |c: char| c.is_ascii_alphanumeric() || "-._~+/=".contains(c);
+    let is_allowed = |c: char| c.is_ascii_alphanumeric() || "-._~+/=".contains(c);
     ensure!(
-        text.len() >= MIN_TOKEN_LENGTH && text.chars().all(allowed),
+        text.len() >= MIN_TOKEN_LENGTH && text.chars().all(is_allowed),
         "{} holds no token: expected at least {MIN_TOKEN_LENGTH} characters out of A-Z a-z 0-9 - . _ ~ + / = \
          (without the file a new one is drawn)",
         path.display()
@@ -96,7 +97,7 @@ pub fn read_token(path: &Path) -> anyhow::Result<Secret<String>> {
     Ok(Secret::new(text))
 }
 
-fn random_text<const BYTES: usize>() -> String {
+fn random_base64<const BYTES: usize>() -> String {
     let mut bytes = [0; BYTES];
     let Ok(()) = UnwrapErr(SysRng).try_fill_bytes(&mut bytes);
     URL_SAFE_NO_PAD.encode(bytes)
@@ -106,14 +107,14 @@ fn random_text<const BYTES: usize>() -> String {
 /// creates the token.
 fn create_token_file(path: &Path, token: &str) -> std::io::Result<()> {
     // A unique name: process ids are equal in two containers that share a directory.
-    let temporary = path.with_extension(format!("new-{}", random_text::<TEMPORARY_NAME_BYTES>()));
-    let mut file = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary)?;
-    let made = writeln!(file, "{token}").and_then(|()| file.sync_all()).and_then(|()| {
+    let temporary_path = path.with_extension(format!("new-{}", random_base64::<TEMPORARY_NAME_BYTES>()));
+    let mut file = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary_path)?;
+    let result = writeln!(file, "{token}").and_then(|()| file.sync_all()).and_then(|()| {
         // Unlike a rename, a link never replaces a file.
-        std::fs::hard_link(&temporary, path)
+        std::fs::hard_link(&temporary_path, path)
     });
-    std::fs::remove_file(&temporary)?;
-    match made {
+    std::fs::remove_file(&temporary_path)?;
+    match result {
         Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => Ok(()),
         made => made,
     }
@@ -128,16 +129,16 @@ mod tests {
     #[test]
     fn tokens_are_created_once_and_kept_secret() {
         let directory = tempfile::tempdir().unwrap();
-        let store = directory.path();
-        let tokens = Tokens::open(store).unwrap();
+        let directory_path = directory.path();
+        let tokens = Tokens::open(directory_path).unwrap();
         let [viewer, operator] = Role::ALL.map(|role| {
-            let path = token_file(store, role);
+            let path = token_file(directory_path, role);
             assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, 0o600);
             std::fs::read_to_string(path).unwrap().trim().to_owned()
         });
         assert_ne!(viewer, operator);
         assert_eq!(viewer.len(), 43);
-        for tokens in [tokens, Tokens::open(store).unwrap()] {
+        for tokens in [tokens, Tokens::open(directory_path).unwrap()] {
             assert_eq!(tokens.role_of(&viewer), Some(Role::Viewer));
             assert_eq!(tokens.role_of(&operator), Some(Role::Operator));
             assert_eq!(tokens.role_of(&operator[1..]), None);
@@ -151,43 +152,43 @@ mod tests {
     fn concurrent_controllers_create_the_same_tokens() {
         for _ in 0..20 {
             let directory = tempfile::tempdir().unwrap();
-            let together = std::sync::Barrier::new(8);
-            let opened: Vec<Tokens> = std::thread::scope(|scope| {
-                let open = || {
-                    together.wait();
+            let barrier = std::sync::Barrier::new(8);
+            let token_sets: Vec<Tokens> = std::thread::scope(|scope| {
+                let open_tokens = || {
+                    barrier.wait();
                     Tokens::open(directory.path()).unwrap()
                 };
-                let threads: Vec<_> = (0..8).map(|_| scope.spawn(open)).collect();
+                let threads: Vec<_> = (0..8).map(|_| scope.spawn(open_tokens)).collect();
                 threads.into_iter().map(|thread| thread.join().unwrap()).collect()
             });
             for role in Role::ALL {
-                let written = std::fs::read_to_string(token_file(directory.path(), role)).unwrap();
-                assert!(opened.iter().all(|tokens| tokens.role_of(written.trim()) == Some(role)));
+                let token_text = std::fs::read_to_string(token_file(directory.path(), role)).unwrap();
+                assert!(token_sets.iter().all(|tokens| tokens.role_of(token_text.trim()) == Some(role)));
             }
-            let left = std::fs::read_dir(directory.path()).unwrap().count();
-            assert_eq!(left, Role::ALL.len(), "nothing that is unfinished is left");
+            let file_count = std::fs::read_dir(directory.path()).unwrap().count();
+            assert_eq!(file_count, Role::ALL.len(), "nothing that is unfinished is left");
         }
     }
 
     #[test]
     fn invalid_token_is_rejected_and_the_old_one_stays() {
         let directory = tempfile::tempdir().unwrap();
-        let store = directory.path();
-        let tokens = Tokens::open(store).unwrap();
-        let path = token_file(store, Role::Operator);
-        let old = std::fs::read_to_string(&path).unwrap();
+        let directory_path = directory.path();
+        let tokens = Tokens::open(directory_path).unwrap();
+        let path = token_file(directory_path, Role::Operator);
+        let old_token = std::fs::read_to_string(&path).unwrap();
         for (wrong, expected) in [("short", "expected at least 32"), (&"ä".repeat(40), "expected at least 32")] {
             std::fs::write(&path, wrong).unwrap();
             let error = tokens.reload().unwrap_err().to_string();
             assert!(error.contains(expected) && !error.contains(wrong), "{error}");
         }
-        assert_eq!(tokens.role_of(old.trim()), Some(Role::Operator));
-        std::fs::copy(token_file(store, Role::Viewer), &path).unwrap();
+        assert_eq!(tokens.role_of(old_token.trim()), Some(Role::Operator));
+        std::fs::copy(token_file(directory_path, Role::Viewer), &path).unwrap();
         assert!(tokens.reload().unwrap_err().to_string().contains("expected one for each"));
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o644)).unwrap();
         assert!(tokens.reload().unwrap_err().to_string().contains("chmod 600"));
         std::fs::remove_file(&path).unwrap();
         assert!(tokens.reload().unwrap() && !tokens.reload().unwrap(), "others, and then the same");
-        assert_eq!(tokens.role_of(old.trim()), None);
+        assert_eq!(tokens.role_of(old_token.trim()), None);
     }
 }

@@ -9,7 +9,7 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 use crate::{Problem, ProblemKind};
 
 /// Number of worker threads, each of which computes one answer at a time.
-pub(crate) const THREAD_COUNT: usize = 4;
+pub(crate) const WORKER_THREAD_COUNT: usize = 4;
 /// Maximum number of worker threads for large requests, so that threads remain for small ones.
 const MAX_LARGE_REQUEST_THREADS: usize = 2;
 /// Maximum number of waiting requests with a large body, because the bodies are in memory.
@@ -33,8 +33,8 @@ pub struct JsonAnswer(Vec<u8>);
 
 impl IntoResponse for JsonAnswer {
     fn into_response(self) -> Response {
-        let kind = HeaderValue::from_static("application/json");
-        ([(header::CONTENT_TYPE, kind)], Body::from(self.0)).into_response()
+        let media_type = HeaderValue::from_static("application/json");
+        ([(header::CONTENT_TYPE, media_type)], Body::from(self.0)).into_response()
     }
 }
 

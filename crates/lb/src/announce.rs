@@ -123,12 +123,12 @@ impl Announcer {
     }
 }
 
-fn prefix_length(vip: IpAddr) -> u8 {
+fn host_prefix_length(vip: IpAddr) -> u8 {
     if vip.is_ipv4() { 32 } else { 128 }
 }
 
 fn vip_route(vip: IpAddr, table: u32) -> anyhow::Result<RouteMessage> {
-    let route = RouteMessageBuilder::<IpAddr>::new().destination_prefix(vip, prefix_length(vip))?;
+    let route = RouteMessageBuilder::<IpAddr>::new().destination_prefix(vip, host_prefix_length(vip))?;
     Ok(route.table_id(table).protocol(ROUTE_PROTOCOL).kind(RouteType::BlackHole).build())
 }
 
@@ -139,12 +139,12 @@ impl Drop for Announcer {
 }
 
 fn announced_vip(route: &RouteMessage, table: u32) -> Option<IpAddr> {
-    let in_attribute = route.attributes.iter().find_map(|attribute| match attribute {
+    let table_attribute = route.attributes.iter().find_map(|attribute| match attribute {
         RouteAttribute::Table(table) => Some(*table),
         _ => None,
     });
-    let its_table = in_attribute.unwrap_or(route.header.table.into());
-    if its_table != table || route.header.protocol != ROUTE_PROTOCOL {
+    let route_table_id = table_attribute.unwrap_or(route.header.table.into());
+    if route_table_id != table || route.header.protocol != ROUTE_PROTOCOL {
         return None;
     }
     let destination = route.attributes.iter().find_map(|attribute| match attribute {
@@ -152,7 +152,7 @@ fn announced_vip(route: &RouteMessage, table: u32) -> Option<IpAddr> {
         RouteAttribute::Destination(RouteAddress::Inet6(vip)) => Some(IpAddr::from(*vip)),
         _ => None,
     });
-    destination.filter(|vip| route.header.destination_prefix_length == prefix_length(*vip))
+    destination.filter(|vip| route.header.destination_prefix_length == host_prefix_length(*vip))
 }
 
 #[cfg(test)]
@@ -160,19 +160,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_routes_of_our_own_in_our_table_are_vips() {
+    fn only_own_routes_in_the_own_table_are_announced_vips() {
         for (vip, network_length) in [("10.200.0.1", 24), ("2001:db8::1", 32)] {
             let vip: IpAddr = vip.parse().unwrap();
-            let vip_in = |table, protocol, length| {
-                let builder = RouteMessageBuilder::<IpAddr>::new().destination_prefix(vip, length).unwrap();
-                announced_vip(&builder.table_id(table).protocol(protocol).build(), 7400)
+            let announced_by_route = |table, protocol, length| {
+                let route_builder = RouteMessageBuilder::<IpAddr>::new().destination_prefix(vip, length).unwrap();
+                announced_vip(&route_builder.table_id(table).protocol(protocol).build(), 7400)
             };
-            let length = prefix_length(vip);
-            assert_eq!(vip_in(7400, ROUTE_PROTOCOL, length), Some(vip));
+            let host_prefix_length = host_prefix_length(vip);
+            assert_eq!(announced_by_route(7400, ROUTE_PROTOCOL, host_prefix_length), Some(vip));
             assert_eq!(announced_vip(&vip_route(vip, 7400).unwrap(), 7400), Some(vip));
-            assert_eq!(vip_in(7401, ROUTE_PROTOCOL, length), None);
-            assert_eq!(vip_in(7400, RouteProtocol::Static, length), None);
-            assert_eq!(vip_in(7400, ROUTE_PROTOCOL, network_length), None);
+            assert_eq!(announced_by_route(7401, ROUTE_PROTOCOL, host_prefix_length), None);
+            assert_eq!(announced_by_route(7400, RouteProtocol::Static, host_prefix_length), None);
+            assert_eq!(announced_by_route(7400, ROUTE_PROTOCOL, network_length), None);
         }
     }
 }

@@ -47,42 +47,42 @@ pub struct CaptureArgs {
 }
 
 /// Interval of checks whether the capture must end.
-const POLL_INTERVAL: Duration = Duration::from_millis(100);
+const STOP_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Captures up to the given number of packets or seconds, or until SIGINT. Prints the number of packets at the end.
 /// Fails when no load balancer runs or it does not have the service, or the file cannot be written.
 pub fn run(args: &CaptureArgs) -> anyhow::Result<()> {
     let config = Config::load(&args.config)?;
     let service = find_service(&args.service, &capture::services(&config.pin_directory)?)?;
-    let options = Options { pin_directory: config.pin_directory, service, capture_length: args.length };
-    let mut sink = match &args.out {
-        Some(path) => PacketSink::File(PcapNg::create(path, args.annotate)?),
-        None => PacketSink::Text,
+    let options = Options { pin_directory: config.pin_directory, service, max_captured_bytes: args.length };
+    let mut packet_sink = match &args.out {
+        Some(path) => PacketSink::PcapNgFile(PcapNgFile::create(path, args.annotate)?),
+        None => PacketSink::TextLines,
     };
     let mut capture = Capture::start(options)?;
     eprintln!("capturing {service}");
-    let stop = stop_on_signal()?;
-    let since_epoch = epoch_of_monotonic_clock()?;
-    let started = Instant::now();
+    let stop_flag = stop_flag_on_signal()?;
+    let monotonic_epoch = monotonic_clock_epoch()?;
+    let started_at = Instant::now();
     let (mut packets, mut failure) = (0, None);
-    while !stop.load(Ordering::Relaxed)
+    while !stop_flag.load(Ordering::Relaxed)
         && failure.is_none()
         && args.count.is_none_or(|count| packets < count)
-        && args.seconds.is_none_or(|seconds| started.elapsed() < Duration::from_secs(seconds))
+        && args.seconds.is_none_or(|seconds| started_at.elapsed() < Duration::from_secs(seconds))
     {
-        capture.poll(POLL_INTERVAL, &mut |packet| {
+        capture.poll(STOP_CHECK_INTERVAL, &mut |packet| {
             if failure.is_none() && args.count.is_none_or(|count| packets < count) {
                 packets += 1;
-                failure = sink.write_packet(since_epoch + packet.time, &packet).err();
+                failure = packet_sink.write_packet(monotonic_epoch + packet.time, &packet).err();
             }
         })?;
     }
-    eprintln!("{packets} packets captured, {} records lost", capture.lost_records());
+    eprintln!("{packets} packets captured, {} records lost", capture.lost_record_count());
     match failure {
         // A closed pipe (`| head`) is an orderly end.
         Some(error) if is_broken_pipe(&error) => Ok(()),
         Some(error) => Err(error),
-        None => sink.finish(),
+        None => packet_sink.finish(),
     }
 }
 
@@ -91,44 +91,44 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
 }
 
 pub(crate) fn find_service(wanted: &str, known: &[(ServiceAddress, String)]) -> anyhow::Result<ServiceAddress> {
-    let is_it = |(address, name): &&(ServiceAddress, String)| {
-        let written = address.to_string();
-        name == wanted || written == wanted || written.strip_suffix("/tcp") == Some(wanted)
+    let is_wanted_service = |(address, name): &&(ServiceAddress, String)| {
+        let address_text = address.to_string();
+        name == wanted || address_text == wanted || address_text.strip_suffix("/tcp") == Some(wanted)
     };
-    let Some((address, _)) = known.iter().find(is_it) else {
-        let shown: Vec<String> = known.iter().map(|(address, name)| format!("{name} ({address})")).collect();
-        bail!("service {wanted:?}: expected one of {}", shown.join(", "));
+    let Some((address, _)) = known.iter().find(is_wanted_service) else {
+        let known_services: Vec<String> = known.iter().map(|(address, name)| format!("{name} ({address})")).collect();
+        bail!("service {wanted:?}: expected one of {}", known_services.join(", "));
     };
     Ok(*address)
 }
 
-fn stop_on_signal() -> anyhow::Result<Arc<AtomicBool>> {
-    let stop = Arc::new(AtomicBool::new(false));
-    let reported = stop.clone();
-    ctrlc::set_handler(move || reported.store(true, Ordering::Relaxed)).context("cannot handle SIGINT")?;
-    Ok(stop)
+fn stop_flag_on_signal() -> anyhow::Result<Arc<AtomicBool>> {
+    let stop_flag = Arc::new(AtomicBool::new(false));
+    let handler_flag = stop_flag.clone();
+    ctrlc::set_handler(move || handler_flag.store(true, Ordering::Relaxed)).context("cannot handle SIGINT")?;
+    Ok(stop_flag)
 }
 
 /// Returns the time from 1970 to the zero point of CLOCK_MONOTONIC.
-fn epoch_of_monotonic_clock() -> anyhow::Result<Duration> {
+fn monotonic_clock_epoch() -> anyhow::Result<Duration> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).context("the wall clock is before 1970")?;
     Ok(now.saturating_sub(clock_gettime(ClockId::CLOCK_MONOTONIC)?.into()))
 }
 
 enum PacketSink {
-    Text,
-    File(PcapNg),
+    TextLines,
+    PcapNgFile(PcapNgFile),
 }
 
 impl PacketSink {
     fn write_packet(&mut self, time: Duration, packet: &CapturedPacket) -> anyhow::Result<()> {
         match self {
-            PacketSink::Text => {
-                let verdict = DecisionComment(packet);
+            PacketSink::TextLines => {
+                let decision_comment = DecisionComment(packet);
                 let (seconds, micros) = (time.as_secs(), time.subsec_micros());
-                Ok(writeln!(std::io::stdout(), "{seconds}.{micros:06} {} bytes: {verdict}", packet.length)?)
+                Ok(writeln!(std::io::stdout(), "{seconds}.{micros:06} {} bytes: {decision_comment}", packet.length)?)
             }
-            PacketSink::File(file) => file.write(time, packet),
+            PacketSink::PcapNgFile(file) => file.write_packet(time, packet),
         }
     }
 }
@@ -137,38 +137,38 @@ impl PacketSink {
     /// Flushes the file and returns an error, which a drop would ignore.
     fn finish(self) -> anyhow::Result<()> {
         match self {
-            PacketSink::Text => Ok(()),
-            PacketSink::File(file) => file.writer.into_inner().flush().context("writing the capture"),
+            PacketSink::TextLines => Ok(()),
+            PacketSink::PcapNgFile(file) => file.pcapng_writer.into_inner().flush().context("writing the capture"),
         }
     }
 }
 
 /// pcapng file (draft-ietf-opsawg-pcapng) with one Ethernet interface, to which packets are written.
-struct PcapNg {
-    writer: PcapNgWriter<BufWriter<File>>,
-    annotates: bool,
+struct PcapNgFile {
+    pcapng_writer: PcapNgWriter<BufWriter<File>>,
+    adds_decisions: bool,
 }
 
-impl PcapNg {
-    fn create(path: &std::path::Path, annotates: bool) -> anyhow::Result<Self> {
+impl PcapNgFile {
+    fn create(path: &std::path::Path, adds_decisions: bool) -> anyhow::Result<Self> {
         let file = File::create(path).with_context(|| path.display().to_string())?;
-        let mut writer = PcapNgWriter::new(BufWriter::new(file))?;
-        let interface = InterfaceDescriptionBlock {
+        let mut pcapng_writer = PcapNgWriter::new(BufWriter::new(file))?;
+        let interface_block = InterfaceDescriptionBlock {
             linktype: DataLink::ETHERNET,
             snaplen: 0,
             // 9: timestamps are in 10^-9 s.
             options: vec![InterfaceDescriptionOption::IfTsResol(9)],
         };
-        writer.write_pcapng_block(interface)?;
-        Ok(Self { writer, annotates })
+        pcapng_writer.write_pcapng_block(interface_block)?;
+        Ok(Self { pcapng_writer, adds_decisions })
     }
 
-    fn write(&mut self, time: Duration, packet: &CapturedPacket) -> anyhow::Result<()> {
+    fn write_packet(&mut self, time: Duration, packet: &CapturedPacket) -> anyhow::Result<()> {
         let mut options = Vec::new();
-        if self.annotates {
+        if self.adds_decisions {
             options.push(EnhancedPacketOption::Comment(DecisionComment(packet).to_string().into()));
         }
-        self.writer.write_pcapng_block(EnhancedPacketBlock {
+        self.pcapng_writer.write_pcapng_block(EnhancedPacketBlock {
             interface_id: 0,
             timestamp: time,
             original_len: packet.length,
@@ -187,12 +187,12 @@ impl fmt::Display for DecisionComment<'_> {
         match &self.0.destination {
             Destination::Kernel => f.write_str("passed to the kernel"),
             Destination::Dropped => f.write_str("dropped"),
-            Destination::AllServers => f.write_str("to all servers"),
+            Destination::Broadcast => f.write_str("to all servers"),
             Destination::LoadBalancer(owner) => write!(f, "to the load balancer with owner number {owner}"),
-            Destination::Unknown(mac) => write!(f, "to {mac}, which is no server's now"),
+            Destination::UnknownMac(mac) => write!(f, "to {mac}, which is no server's now"),
             Destination::Server(mac, ids) => {
-                let ids: Vec<String> = ids.iter().map(ToString::to_string).collect();
-                write!(f, "to server {} ({mac})", ids.join(" or "))
+                let candidate_ids: Vec<String> = ids.iter().map(ToString::to_string).collect();
+                write!(f, "to server {} ({mac})", candidate_ids.join(" or "))
             }
         }
     }

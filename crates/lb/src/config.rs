@@ -10,7 +10,7 @@ use coreward_config::{
 };
 use coreward_daemon::Controllers;
 use coreward_dataplane::lb::{MAX_FLOW_TABLE_ENTRIES, Options, XdpMode};
-use coreward_model::connection_table::{TableSize, Timeouts};
+use coreward_model::connection_table::{ConnectionTimeouts, TableSize};
 use coreward_model::vlan::Vlan;
 
 /// Treatment of announced VIPs when the daemon stops.
@@ -44,7 +44,7 @@ config_struct! {
         pub address: Option<IpAddr>,
         /// Number of entries for connections without a cookie.
         pub flow_table: u32 as Number<1, { MAX_FLOW_TABLE_ENTRIES as u64 }> =
-            Number(Options::default().flow_table_entries.into()),
+            Number(Options::default().flow_table_entry_count.into()),
         /// Number of entries for connections of stateful services, of 64 bytes each.
         pub connection_table: TableSize = TableSize::default(),
         /// Address and port of the metrics for Prometheus; without it none are served.
@@ -52,21 +52,21 @@ config_struct! {
         /// Own certificate, and the trusted ones; without it connections are neither encrypted nor authenticated.
         pub tls: Option<coreward_tls::CredentialFiles>,
         /// Times without packets after which connections of stateful services are checked.
-        pub connection_timers: Timeouts as ConnectionTimers = ConnectionTimers { idle: None, closing: None },
+        pub connection_timers: ConnectionTimeouts as ConnectionTimers = ConnectionTimers { idle: None, closing: None },
         /// Announcement of servable VIPs by a routing daemon; without it the operator routes them.
         pub announce: Option<Announce>,
     }
 }
 
 /// First table above those that the kernel and distributions name.
-const FIRST_TABLE: u64 = 256;
+const FIRST_UNNAMED_TABLE: u64 = 256;
 
 config_struct! {
     /// `[announce]`.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     pub struct Announce {
         /// The kernel's routing table that the routing daemon learns VIPs from; no rule may use it.
-        pub table: u32 as Number<FIRST_TABLE, { u32::MAX as u64 }> = Number(7400),
+        pub table: u32 as Number<FIRST_UNNAMED_TABLE, { u32::MAX as u64 }> = Number(7400),
         /// Treatment of announced VIPs when the daemon stops: "withdraw", or "keep", as the data plane goes on.
         pub on_stop: OnStop = OnStop::Withdraw,
         /// Time between the withdrawal of VIPs and the end, for routers to learn of the withdrawal.
@@ -81,24 +81,24 @@ string_enum!(
 );
 
 /// Range of a timer: an entry is checked at least once a day, and at most once a second.
-type Timer = BoundedDuration<SECOND_NS, { 24 * HOUR_NS }>;
+type IdleTimer = BoundedDuration<SECOND_NS, { 24 * HOUR_NS }>;
 
 config_struct! {
     /// Times without packets after which a server is queried about a connection.
     struct ConnectionTimers {
         /// Time since the last packet from the client.
-        idle: Option<Timer>,
+        idle: Option<IdleTimer>,
         /// Time since the last packet from the client, after a FIN or RST.
-        closing: Option<Timer>,
+        closing: Option<IdleTimer>,
     }
 }
 
-impl From<ConnectionTimers> for Timeouts {
+impl From<ConnectionTimers> for ConnectionTimeouts {
     fn from(written: ConnectionTimers) -> Self {
-        let or = |timer: Option<Timer>, default| timer.map_or(default, Duration::from);
-        let default = Timeouts::default();
+        let or = |timer: Option<IdleTimer>, default| timer.map_or(default, Duration::from);
+        let default = ConnectionTimeouts::default();
         let (idle, closing) = (or(written.idle, default.idle), or(written.closing, default.closing));
-        Timeouts { idle, closing, ..default }
+        ConnectionTimeouts { idle, closing, ..default }
     }
 }
 
@@ -125,7 +125,7 @@ mod tests {
 
     use super::*;
 
-    const GOOD: &str = r#"name = "lb1"
+    const MINIMAL_CONFIG: &str = r#"name = "lb1"
 controller = "10.1.0.1:7400"
 interface = "eth0"
 pin_directory = "/sys/fs/bpf/coreward/lb1"
@@ -137,31 +137,32 @@ pin_directory = "/sys/fs/bpf/coreward/lb1"
 
     #[test]
     fn xdp_mode_defaults_to_auto() {
-        assert_eq!(parse(GOOD).unwrap().xdp_mode, XdpMode::Auto);
-        assert_eq!(parse(&format!("{GOOD}xdp_mode = \"native\"\n")).unwrap().xdp_mode, XdpMode::Native);
+        assert_eq!(parse(MINIMAL_CONFIG).unwrap().xdp_mode, XdpMode::Auto);
+        assert_eq!(parse(&format!("{MINIMAL_CONFIG}xdp_mode = \"native\"\n")).unwrap().xdp_mode, XdpMode::Native);
     }
 
     #[test]
     fn tables_and_addresses_have_defaults() {
-        let config = parse(GOOD).unwrap();
+        let config = parse(MINIMAL_CONFIG).unwrap();
         assert_eq!((config.address, config.flow_table), (None, 1_048_576));
         assert_eq!(config.connection_table.entry_count(), 262_144);
-        assert_eq!(config.connection_timers, Timeouts::default());
-        let timers = parse(&format!("{GOOD}[connection_timers]\nidle = \"7s\"\n")).unwrap().connection_timers;
-        assert_eq!(timers, Timeouts { idle: Duration::from_secs(7), ..Timeouts::default() });
+        assert_eq!(config.connection_timers, ConnectionTimeouts::default());
+        let idle_timeouts =
+            parse(&format!("{MINIMAL_CONFIG}[connection_timers]\nidle = \"7s\"\n")).unwrap().connection_timers;
+        assert_eq!(idle_timeouts, ConnectionTimeouts { idle: Duration::from_secs(7), ..ConnectionTimeouts::default() });
         assert_eq!(config.vlan, None);
-        assert_eq!(parse(&format!("{GOOD}vlan = 20\n")).unwrap().vlan, Vlan::new(20).ok());
-        let config = parse(&format!("{GOOD}address = \"10.2.0.1\"\nflow_table = 1000\n")).unwrap();
+        assert_eq!(parse(&format!("{MINIMAL_CONFIG}vlan = 20\n")).unwrap().vlan, Vlan::new(20).ok());
+        let config = parse(&format!("{MINIMAL_CONFIG}address = \"10.2.0.1\"\nflow_table = 1000\n")).unwrap();
         assert_eq!((config.address, config.flow_table), (Some(IpAddr::from([10, 2, 0, 1])), 1000));
     }
 
     #[test]
-    fn vips_are_announced_with_announce() {
-        assert_eq!(parse(GOOD).unwrap().announce, None);
-        let announce = parse(&format!("{GOOD}[announce]\non_stop = \"keep\"\n")).unwrap().announce;
+    fn announce_table_enables_the_announcement_of_vips() {
+        assert_eq!(parse(MINIMAL_CONFIG).unwrap().announce, None);
+        let announce_config = parse(&format!("{MINIMAL_CONFIG}[announce]\non_stop = \"keep\"\n")).unwrap().announce;
         let expected = Announce { table: 7400, on_stop: OnStop::Keep, drain: Duration::from_secs(5) };
-        assert_eq!(announce, Some(expected));
-        let mistakes = parse(&format!("{GOOD}[announce]\ntable = 254\n")).unwrap_err();
+        assert_eq!(announce_config, Some(expected));
+        let mistakes = parse(&format!("{MINIMAL_CONFIG}[announce]\ntable = 254\n")).unwrap_err();
         assert_eq!(mistakes, "lb.toml:6:9: key `announce.table`: 254: expected a whole number from 256 to 4294967295");
     }
 
@@ -198,9 +199,9 @@ pin_directory = "/sys/fs/bpf/coreward/lb1"
             ),
         ];
         for (line, message) in cases {
-            assert_eq!(parse(&format!("{GOOD}{line}\n")).unwrap_err(), format!("lb.toml:{message}"));
+            assert_eq!(parse(&format!("{MINIMAL_CONFIG}{line}\n")).unwrap_err(), format!("lb.toml:{message}"));
         }
-        let mistakes = parse(&GOOD.replace("10.1.0.1:7400", "10.1.0.1").replace("name", "nane")).unwrap_err();
+        let mistakes = parse(&MINIMAL_CONFIG.replace("10.1.0.1:7400", "10.1.0.1").replace("name", "nane")).unwrap_err();
         assert_eq!(mistakes.lines().count(), 3, "{mistakes}");
     }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context as _, bail};
 use comfy_table::{CellAlignment, Table, presets};
 use coreward_dataplane::lb::connections::PinnedConnections;
-use coreward_model::connection_table::{ClockTicks, Connection, heaviest};
+use coreward_model::connection_table::{ClockTicks, Connection, heaviest_connections};
 
 use crate::capture_command::find_service;
 
@@ -39,65 +39,68 @@ pub enum SortBy {
 impl SortBy {
     fn sort_key(self, connection: &Connection) -> u64 {
         match self {
-            SortBy::Packets => connection.packets,
+            SortBy::Packets => connection.packet_count,
             SortBy::Bytes => connection.bytes,
         }
     }
 }
 
-const PIN_ROOT: &str = "/sys/fs/bpf/coreward";
+const PIN_ROOT_DIRECTORY: &str = "/sys/fs/bpf/coreward";
 
 /// Returns the heaviest connections of a service as text. Fails when the pin directory is ambiguous or has no load
 /// balancer, or the service is unknown.
 pub fn run(args: &ConnectionsArgs) -> anyhow::Result<String> {
     let directory = match &args.pin_directory {
         Some(directory) => directory.clone(),
-        None => find_pin_directory(Path::new(PIN_ROOT))?,
+        None => find_pin_directory(Path::new(PIN_ROOT_DIRECTORY))?,
     };
-    let pinned = PinnedConnections::open(&directory)?;
-    let service = find_service(&args.service, &pinned.services())?;
-    let mut count = 0;
-    let counted = pinned.connections(service).inspect(|_| count += 1);
-    let top = heaviest(counted, args.top, |connection| args.by.sort_key(connection));
-    let entries = pinned.size().entry_count();
-    let head = format!("{service}: {count} connections in a table of {entries} entries");
-    Ok(format!("{head}\n{}", format_table(&top, pinned.clock())))
+    let pinned_connections = PinnedConnections::open(&directory)?;
+    let service = find_service(&args.service, &pinned_connections.services())?;
+    let mut connection_count = 0;
+    let counted_connections = pinned_connections.connections(service).inspect(|_| connection_count += 1);
+    let top_connections =
+        heaviest_connections(counted_connections, args.top, |connection| args.by.sort_key(connection));
+    let table_entry_count = pinned_connections.size().entry_count();
+    let heading = format!("{service}: {connection_count} connections in a table of {table_entry_count} entries");
+    Ok(format!("{heading}\n{}", format_table(&top_connections, pinned_connections.packet_clock())))
 }
 
 /// Returns the only directory below `root` in which a load balancer has pinned its maps; fails if there are several.
 fn find_pin_directory(root: &Path) -> anyhow::Result<PathBuf> {
-    let listed = std::fs::read_dir(root).with_context(|| format!("{}: give --pin-directory", root.display()))?;
-    let has_table = |directory: &PathBuf| directory.join("lb/connections").exists();
-    let found: Vec<PathBuf> = listed.flatten().map(|entry| entry.path()).filter(has_table).collect();
-    match found.as_slice() {
+    let root_entries = std::fs::read_dir(root).with_context(|| format!("{}: give --pin-directory", root.display()))?;
+    let has_connection_table = |directory: &PathBuf| directory.join("lb/connections").exists();
+    let lb_directories: Vec<PathBuf> =
+        root_entries.flatten().map(|entry| entry.path()).filter(has_connection_table).collect();
+    match lb_directories.as_slice() {
         [one] => Ok(one.clone()),
         [] => bail!("no load balancer has pinned its maps below {}: give --pin-directory", root.display()),
         several => {
-            let shown: Vec<String> = several.iter().map(|directory| directory.display().to_string()).collect();
-            bail!("several load balancers: give --pin-directory, one of {}", shown.join(", "))
+            let directory_names: Vec<String> =
+                several.iter().map(|directory| directory.display().to_string()).collect();
+            bail!("several load balancers: give --pin-directory, one of {}", directory_names.join(", "))
         }
     }
 }
 
 fn format_table(connections: &[Connection], now: ClockTicks) -> Table {
-    let mut table = Table::new();
-    table.load_style(presets::NOTHING);
-    table.set_header(["client", "server", "packets", "bytes", "age, s", "idle, s", "state"]);
+    let mut connection_table = Table::new();
+    connection_table.load_style(presets::NOTHING);
+    connection_table.set_header(["client", "server", "packets", "bytes", "age, s", "idle, s", "state"]);
     for connection in connections {
-        table.add_row([
+        connection_table.add_row([
             connection.client.to_string(),
             connection.identity.server.to_string(),
-            connection.packets.to_string(),
+            connection.packet_count.to_string(),
             connection.bytes.to_string(),
             format_seconds(now.since(connection.opened_at)),
-            format_seconds(now.since(connection.last_seen)),
+            format_seconds(now.since(connection.last_packet_at)),
             state_name(connection).to_owned(),
         ]);
     }
-    for column in table.column_iter_mut().skip(1).take(5) {
+    for column in connection_table.column_iter_mut().skip(1).take(5) {
         column.set_cell_alignment(CellAlignment::Right);
     }
-    table
+    connection_table
 }
 
 fn format_seconds(time: Duration) -> String {
@@ -106,7 +109,7 @@ fn format_seconds(time: Duration) -> String {
 
 fn state_name(connection: &Connection) -> &'static str {
     match connection {
-        Connection { packets: 0..=1, .. } => "half-open",
+        Connection { packet_count: 0..=1, .. } => "half-open",
         Connection { is_closing: true, .. } => "closing",
         _ => "open",
     }
@@ -121,35 +124,36 @@ mod tests {
 
     #[test]
     fn connection_is_shown_with_age_and_state() {
-        let server = ServerId::try_from(77).unwrap();
+        let server_id = ServerId::try_from(77).unwrap();
         let connection = Connection {
             index: ConnectionIndex::new(0, 5),
-            identity: EntryIdentity { tag: 1, generation: 2, service: 0, server },
+            identity: EntryIdentity { tag: 1, generation: 2, service: 0, server: server_id },
             client: "10.1.0.7:40312".parse().unwrap(),
-            packets: 12,
+            packet_count: 12,
             bytes: 3456,
             opened_at: ClockTicks(100),
-            last_seen: ClockTicks(225),
+            last_packet_at: ClockTicks(225),
             is_closing: true,
         };
-        let half_open = Connection { packets: 1, ..connection };
-        let shown = format_table(&[connection, half_open], ClockTicks(230)).to_string();
-        let words: Vec<Vec<&str>> = shown.lines().skip(1).map(|line| line.split_whitespace().collect()).collect();
-        assert_eq!(words[0], ["10.1.0.7:40312", "77", "12", "3456", "13.0", "0.5", "closing"]);
-        assert_eq!(words[1][6], "half-open");
+        let half_open_connection = Connection { packet_count: 1, ..connection };
+        let table_text = format_table(&[connection, half_open_connection], ClockTicks(230)).to_string();
+        let table_cells: Vec<Vec<&str>> =
+            table_text.lines().skip(1).map(|line| line.split_whitespace().collect()).collect();
+        assert_eq!(table_cells[0], ["10.1.0.7:40312", "77", "12", "3456", "13.0", "0.5", "closing"]);
+        assert_eq!(table_cells[1][6], "half-open");
     }
 
     #[test]
-    fn without_a_directory_there_must_be_one_load_balancer() {
+    fn pin_directory_must_be_given_unless_there_is_one_load_balancer() {
         let root = tempfile::tempdir().unwrap();
-        let refused = |root: &Path| find_pin_directory(root).unwrap_err().to_string();
-        assert!(refused(root.path()).starts_with("no load balancer has pinned its maps below "));
-        let pinned = ["lb1", "lb2"].map(|name| {
+        let error_of_search = |root: &Path| find_pin_directory(root).unwrap_err().to_string();
+        assert!(error_of_search(root.path()).starts_with("no load balancer has pinned its maps below "));
+        let pin_directories = ["lb1", "lb2"].map(|name| {
             std::fs::create_dir_all(root.path().join(name).join("lb/connections")).unwrap();
             find_pin_directory(root.path())
         });
-        assert_eq!(pinned[0].as_ref().unwrap(), &root.path().join("lb1"));
-        assert!(pinned[1].as_ref().unwrap_err().to_string().starts_with("several load balancers"));
-        assert!(refused(&root.path().join("none")).ends_with("give --pin-directory"));
+        assert_eq!(pin_directories[0].as_ref().unwrap(), &root.path().join("lb1"));
+        assert!(pin_directories[1].as_ref().unwrap_err().to_string().starts_with("several load balancers"));
+        assert!(error_of_search(&root.path().join("none")).ends_with("give --pin-directory"));
     }
 }

@@ -10,7 +10,7 @@ use anyhow::Context as _;
 use coreward_daemon::ControllerConnection;
 use coreward_daemon::metrics_endpoint::ScrapeReceiver;
 use coreward_dataplane::lb::{self, LoadBalancer};
-use coreward_dataplane::pins::{self, PinLock};
+use coreward_dataplane::pins::{self, PinDirectoryLock};
 use coreward_dataplane::routes::Routes;
 use coreward_dataplane::{neighbour, vlan_device};
 use coreward_metrics::snapshot::Snapshot;
@@ -31,7 +31,7 @@ use crate::config::{Announce, Config, OnStop};
 use crate::forwarder::{Forwarder, PROGRAM_LOAD_TIMEOUT};
 use crate::health::HealthChecks;
 use crate::last_configuration::LastConfiguration;
-use crate::resolvers::{Resolution, Resolvers};
+use crate::resolvers::{MacResolution, NeighbourResolvers};
 use crate::sweeper::Sweeper;
 
 /// Interval at which the time for the data plane is set, and the next section of the connection table is swept.
@@ -48,10 +48,10 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     let config = Config::load(config)?;
     // Health checks of many servers are many concurrent connections.
     coreward_daemon::raise_file_limit();
-    let _pin_lock = PinLock::new(&config.pin_directory)?;
+    let _pin_lock = PinDirectoryLock::new(&config.pin_directory)?;
     let mut balancer = LoadBalancer::load(lb_options(&config))?;
     let attachment = balancer.attach(&config.interface, config.xdp_mode)?;
-    let action = match (balancer.is_taken_over(), balancer.is_upgrade_pending()) {
+    let start_action = match (balancer.is_taken_over(), balancer.is_upgrade_pending()) {
         (true, _) => "taken over its XDP program",
         (_, true) => "loaded its XDP program, which will replace the program of another version",
         _ => "attached its XDP program",
@@ -61,14 +61,22 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
         load_balancer = config.name,
         interface = config.interface,
         ?attachment,
-        "the load balancer has {action}"
+        "the load balancer has {start_action}"
     );
-    let (resolvers, changes) = Resolvers::start(&config.interface)?;
-    let timers = config.connection_timers;
-    let health = HealthChecks::start(config.interface.clone())?;
-    let ways = (resolvers, Routes::open().context("cannot open a netlink socket for routes")?);
-    let device = (config.interface.clone(), config.vlan.unwrap_or_default());
-    let forwarder = Forwarder::new(config.name.clone(), device, balancer, attachment, ways, timers, health);
+    let (resolvers, changes) = NeighbourResolvers::start(&config.interface)?;
+    let connection_timers = config.connection_timers;
+    let health_checks = HealthChecks::start(config.interface.clone())?;
+    let resolvers_and_routes = (resolvers, Routes::open().context("cannot open a netlink socket for routes")?);
+    let interface_and_vlan = (config.interface.clone(), config.vlan.unwrap_or_default());
+    let forwarder = Forwarder::new(
+        config.name.clone(),
+        interface_and_vlan,
+        balancer,
+        attachment,
+        resolvers_and_routes,
+        connection_timers,
+        health_checks,
+    );
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(serve(config, forwarder, changes))
 }
 
@@ -76,7 +84,7 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
 /// its daemon is running, or a pin cannot be removed.
 pub fn detach(config: &Path) -> anyhow::Result<()> {
     let config = Config::load(config)?;
-    let _pin_lock = PinLock::new(&config.pin_directory)?;
+    let _pin_lock = PinDirectoryLock::new(&config.pin_directory)?;
     let mut balancer = LoadBalancer::load(lb_options(&config))?;
     if !balancer.is_taken_over() && !balancer.is_upgrade_pending() {
         tracing::info!(
@@ -97,10 +105,10 @@ pub fn detach(config: &Path) -> anyhow::Result<()> {
 fn lb_options(config: &Config) -> lb::Options {
     lb::Options {
         pin_directory: Some(config.pin_directory.clone()),
-        flow_table_entries: config.flow_table,
+        flow_table_entry_count: config.flow_table,
         connection_table_size: config.connection_table,
         packets_read_clock: true,
-        vlan: config.vlan.unwrap_or_default(),
+        vip_vlan: config.vlan.unwrap_or_default(),
         ..Default::default()
     }
 }
@@ -108,7 +116,7 @@ fn lb_options(config: &Config) -> lb::Options {
 async fn serve(
     config: Config,
     mut forwarder: Forwarder,
-    resolutions: mpsc::UnboundedReceiver<Resolution>,
+    resolutions: mpsc::UnboundedReceiver<MacResolution>,
 ) -> anyhow::Result<()> {
     let mut ticker = tokio::time::interval(TICK_INTERVAL);
     ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -152,7 +160,7 @@ async fn withdraw_vips(announce: &Announce) -> anyhow::Result<()> {
 
 /// Tasks of the load balancer that do not depend on a controller.
 struct BackgroundTasks {
-    resolutions: mpsc::UnboundedReceiver<Resolution>,
+    resolutions: mpsc::UnboundedReceiver<MacResolution>,
     ticker: Interval,
     scrapes: ScrapeReceiver,
     announcer: Option<Announcer>,
@@ -164,9 +172,9 @@ impl BackgroundTasks {
     /// Runs the tasks of one tick. Returns up to `limit` queries for agents.
     fn tick(&mut self, forwarder: &mut Forwarder, limit: usize) -> anyhow::Result<Vec<SocketQuery>> {
         forwarder.tick();
-        let due = forwarder.sweep()?;
-        forwarder.free_connections(&self.sweeper.queue(&due, uptime()))?;
-        Ok(self.sweeper.next_queries(uptime(), limit))
+        let due_connections = forwarder.sweep_connections()?;
+        forwarder.free_connections(&self.sweeper.queue_expired_connections(&due_connections, monotonic_time()))?;
+        Ok(self.sweeper.next_queries(monotonic_time(), limit))
     }
 
     async fn maintain(&mut self, forwarder: &mut Forwarder, interface: &str) -> anyhow::Result<()> {
@@ -196,16 +204,16 @@ impl BackgroundTasks {
 
     /// Returns the daemon's state, which the controller gets and Prometheus can read.
     fn state(&self, forwarder: &Forwarder, connection: &ControllerConnection) -> v1::LoadBalancerState {
-        let mut state = forwarder.state();
-        state.warnings.extend(connection.warnings());
-        state.warnings.extend(self.last_configuration.problem().map(str::to_owned));
-        state
+        let mut daemon_state = forwarder.state();
+        daemon_state.warnings.extend(connection.warnings());
+        daemon_state.warnings.extend(self.last_configuration.last_error().map(str::to_owned));
+        daemon_state
     }
 
     fn metrics(&self, forwarder: &Forwarder, connection: &ControllerConnection) -> Snapshot {
-        let mut page = forwarder.metrics(&self.state(forwarder, connection));
-        connection.add_metrics(&mut page);
-        page
+        let mut snapshot = forwarder.metrics(&self.state(forwarder, connection));
+        connection.add_metrics(&mut snapshot);
+        snapshot
     }
 
     /// Runs the background tasks until a future completes, and returns its result.
@@ -340,18 +348,18 @@ fn skipping_interval(period: Duration) -> Interval {
 }
 
 /// Returns the time on a monotonic clock, for measuring latencies.
-fn uptime() -> Duration {
-    static START: OnceLock<Instant> = OnceLock::new();
-    START.get_or_init(Instant::now).elapsed()
+fn monotonic_time() -> Duration {
+    static START_TIME: OnceLock<Instant> = OnceLock::new();
+    START_TIME.get_or_init(Instant::now).elapsed()
 }
 
 fn registration(config: &Config, applied_generation: u64) -> v1::LoadBalancerRegistration {
     let device = vlan_device::name(&config.interface, config.vlan.unwrap_or_default());
-    let address = config.address.or_else(|| neighbour::own_address(&device?));
+    let own_address = config.address.or_else(|| neighbour::own_routable_address(&device?));
     v1::LoadBalancerRegistration {
         name: config.name.clone(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
-        address: address.map(address_bytes).unwrap_or_default(),
+        address: own_address.map(address_bytes).unwrap_or_default(),
         configuration_generation: applied_generation,
     }
 }
@@ -367,13 +375,13 @@ fn apply_update(
     sweeper: &mut Sweeper,
     update: v1::DataplaneUpdate,
 ) -> Option<v1::TableInForce> {
-    let began = Instant::now();
+    let started_at = Instant::now();
     match update.update {
         Some(Update::Configuration(configuration)) => {
-            let taken = match FleetConfiguration::decode(configuration) {
+            let apply_result = match FleetConfiguration::decode(configuration) {
                 Ok((number, configuration, refused)) => {
                     coreward_daemon::run_with_watchdog_limit(PROGRAM_LOAD_TIMEOUT, || {
-                        forwarder.apply_configuration(number, configuration, &refused)
+                        forwarder.apply_and_report_configuration(number, configuration, &refused)
                     })
                 }
                 Err(error) => {
@@ -382,12 +390,12 @@ fn apply_update(
                     Err(error)
                 }
             };
-            log_rejection("configuration", taken);
+            log_rejection("configuration", apply_result);
         }
         Some(Update::Change(change)) => {
-            let taken = match FleetChange::decode(change) {
+            let apply_result = match FleetChange::decode(change) {
                 Ok((change, refused)) => coreward_daemon::run_with_watchdog_limit(PROGRAM_LOAD_TIMEOUT, || {
-                    forwarder.apply_change(change, &refused)
+                    forwarder.apply_and_report_change(change, &refused)
                 }),
                 Err(error) => {
                     let error = anyhow::Error::from(error);
@@ -395,18 +403,18 @@ fn apply_update(
                     Err(error)
                 }
             };
-            log_rejection("change", taken);
+            log_rejection("change", apply_result);
         }
         Some(Update::Table(bytes)) => {
-            let in_force = install_table(forwarder, bytes)?;
-            forwarder.record_install_time(began.elapsed());
-            return Some(in_force);
+            let table_in_force = install_table(forwarder, bytes)?;
+            forwarder.record_install_latency(started_at.elapsed());
+            return Some(table_in_force);
         }
         Some(Update::SocketAnswer(answer)) => {
-            let freed = SocketAnswer::try_from(answer)
-                .map_err(anyhow::Error::from)
-                .and_then(|answer| forwarder.free_connections(&sweeper.handle_answer(&answer, uptime())));
-            log_rejection("socket-answer", freed);
+            let freed_result = SocketAnswer::try_from(answer).map_err(anyhow::Error::from).and_then(|answer| {
+                forwarder.free_connections(&sweeper.handle_socket_answer(&answer, monotonic_time()))
+            });
+            log_rejection("socket-answer", freed_result);
         }
         None => tracing::warn!(
             event = "update-unknown",
@@ -429,19 +437,20 @@ fn log_rejection(kind: &str, outcome: anyhow::Result<()>) {
 
 /// Installs a table and returns its acknowledgement, or `None` if the table is unusable, which is reported.
 fn install_table(forwarder: &mut Forwarder, bytes: Bytes) -> Option<v1::TableInForce> {
-    let outcome = match table::decode(bytes.clone()) {
+    let install_result = match table::decode(bytes.clone()) {
         Ok((service, table)) => {
-            let outcome = forwarder.install_table(service, &table);
-            forwarder.record_table_outcome(service.get().into(), table.generation, &outcome);
-            outcome.map(|()| v1::TableInForce { service_index: service.get().into(), generation: table.generation })
+            let install_result = forwarder.install_table(service, &table);
+            forwarder.record_table_outcome(service.get().into(), table.generation, &install_result);
+            install_result
+                .map(|()| v1::TableInForce { service_index: service.get().into(), generation: table.generation })
         }
         Err(error) => {
             // Most unusable tables still name their service.
             let message = v1::PlacementTable::decode(bytes).unwrap_or_default();
-            let outcome = Err::<(), anyhow::Error>(error.into());
-            forwarder.record_table_outcome(message.service_index, message.generation, &outcome);
-            outcome.map(|()| v1::TableInForce::default())
+            let decode_result = Err::<(), anyhow::Error>(error.into());
+            forwarder.record_table_outcome(message.service_index, message.generation, &decode_result);
+            decode_result.map(|()| v1::TableInForce::default())
         }
     };
-    outcome.ok()
+    install_result.ok()
 }

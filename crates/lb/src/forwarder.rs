@@ -1,6 +1,7 @@
 //! Forwarder: applies configuration, tables and MAC addresses to the data plane.
 
 mod configuration;
+mod lb_stamping;
 mod metrics;
 mod next_hops;
 mod refusals;
@@ -14,13 +15,13 @@ use std::time::Duration;
 
 use coreward_dataplane::clock::monotonic;
 use coreward_dataplane::device;
-use coreward_dataplane::lb::{self, COUNTER_NAMES, Counters, EVENT_NAMES, LoadBalancer, StampedPackets};
+use coreward_dataplane::lb::{self, COUNTER_NAMES, EVENT_NAMES, LoadBalancer, PacketCounters};
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::routes::Routes;
 use coreward_metrics::latency::LatencyHistogram;
-use coreward_model::connection_table::{Connection, Timeouts};
-use coreward_model::consistency::{Consistency, Timestamps};
-use coreward_model::cookie::FleetKeys;
+use coreward_model::connection_table::{Connection, ConnectionTimeouts};
+use coreward_model::consistency::{Consistency, TimestampOrigin};
+use coreward_model::cookie::FleetCookieKeys;
 use coreward_model::health::WhenAllDown;
 use coreward_model::placement::{DEFAULT_TABLE_LIFETIME, PlacementTable};
 use coreward_model::policy::TelemetryLevel;
@@ -30,53 +31,53 @@ use coreward_wire::{HealthMessage, Peer, Service, ServiceIndex, TrafficMessage, 
 
 use crate::announce::AnnounceState;
 use crate::health::{CheckTarget, HealthChecks};
-use crate::resolvers::{Neighbour, Resolution, Resolvers};
+use crate::resolvers::{MacResolution, Neighbour, NeighbourResolvers};
 use crate::routing;
-use refusals::Refusals;
+use refusals::RefusedUpdates;
 use symptoms::Symptoms;
 use table_ages::TableAges;
 
 /// Interval of traffic messages before the first configuration.
 const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
 /// Number of calls of [`Forwarder::sweep_connections`] for the whole connection table, which take one second.
-const CALLS_PER_SWEEP: u32 = 10;
+const SWEEP_CALLS_PER_TABLE: u32 = 10;
 /// Maximum number of entries (64 bytes each) that one call sweeps: a table of four million entries takes three seconds.
-const MAX_SWEPT_ENTRIES: u32 = 131_072;
+const MAX_SWEPT_ENTRIES_PER_CALL: u32 = 131_072;
 /// Time after which an upgrade no longer waits for servers that do not answer ARP.
-const UPGRADE_TIMEOUT: Duration = Duration::from_secs(5);
+const UPGRADE_ARP_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum time of a change that loads another program: on a loaded, emulated machine it takes 10 s.
 pub const PROGRAM_LOAD_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time after the start of the process within which a controller should have sent a configuration.
-const CONFIGURATION_TIMEOUT: Duration = Duration::from_secs(5);
+const FIRST_CONFIGURATION_TIMEOUT: Duration = Duration::from_secs(5);
 /// Interval of counts of open connections, each of which reads the whole connection table.
-const COUNT_INTERVAL: Duration = Duration::from_secs(10);
+const CONNECTION_COUNT_INTERVAL: Duration = Duration::from_secs(10);
 
 /// State of the load balancer: its XDP program, and everything that determines how packets are forwarded.
 pub struct Forwarder {
-    balancer: LoadBalancer,
-    attachment: lb::AttachedXdpMode,
-    resolvers: Resolvers,
-    macs: HashMap<Neighbour, MacAddress>,
+    load_balancer: LoadBalancer,
+    attached_xdp_mode: lb::AttachedXdpMode,
+    resolvers: NeighbourResolvers,
+    mac_addresses: HashMap<Neighbour, MacAddress>,
     /// Reader of the kernel's routing table.
-    routes: Routes,
+    kernel_routes: Routes,
     /// Next hops of the servers for which packets are encapsulated; servers without a route have no entry.
-    next_hops: HashMap<Neighbour, IpAddr>,
+    next_hops_by_server: HashMap<Neighbour, IpAddr>,
     /// Warnings about servers to which the kernel has no route.
     route_warnings: BTreeSet<String>,
     /// Servers (service and position) behind each neighbour, which is the server itself or a router.
     servers_by_neighbour: HashMap<Neighbour, Vec<(ServiceIndex, usize)>>,
-    services: BTreeMap<ServiceIndex, (Service, lb::ServiceIndex)>,
-    name: String,
+    services_by_index: BTreeMap<ServiceIndex, (Service, lb::ServiceIndex)>,
+    own_name: String,
     /// All load balancers of the fleet, including this one.
-    peers: Vec<Peer>,
+    load_balancers: Vec<Peer>,
     /// Interval of traffic messages to the controller.
-    report_interval: Duration,
+    traffic_report_interval: Duration,
     /// Lifetime of a table that depends on loads, while no controller is connected.
-    table_lifetime: Duration,
+    load_based_table_lifetime: Duration,
     table_ages: TableAges,
-    timers: Timeouts,
+    connection_timeouts: ConnectionTimeouts,
     /// Time of the last count of open connections.
-    last_count_at: Duration,
+    last_connection_count_at: Duration,
     /// Newest configuration generation that was confirmed in this stream, or 0 if none was.
     confirmed_generation: u64,
     /// Number of the configuration in force; `None`: there is none, or it could not be applied.
@@ -84,83 +85,83 @@ pub struct Forwarder {
     /// Configuration generation in force, from any controller, or 0 if there is none.
     applied_generation: u64,
     /// Cookie keys in force; `None` before the first configuration.
-    keys: Option<FleetKeys>,
+    fleet_keys: Option<FleetCookieKeys>,
     /// Time at which a missing configuration is to be logged; `None`: it was already logged.
-    missing_log_due: Option<Duration>,
+    missing_configuration_log_at: Option<Duration>,
     /// Whether the configuration in force has not been saved yet.
-    is_unsaved: bool,
+    is_configuration_unsaved: bool,
     /// Whether the next configuration must be complete, because a change did not apply to the one in force.
-    needs_configuration: bool,
+    needs_complete_configuration: bool,
     interface: String,
     /// VLAN of the VIPs and of the load balancers.
-    vlan: Vlan,
+    vip_vlan: Vlan,
     /// Problems of the VLAN devices.
-    vlan_problems: BTreeSet<String>,
+    vlan_device_problems: BTreeSet<String>,
     /// Problems of this machine, and of servers whose packets are stamped here, as they were last logged.
-    problems: BTreeSet<String>,
+    logged_problems: BTreeSet<String>,
     table_install_latency: LatencyHistogram,
     /// Number of announced VIPs; `None`: this daemon does not announce VIPs.
-    announced_vips: Option<usize>,
+    announced_vip_count: Option<usize>,
     /// Reasons why other VIPs are not announced.
-    blocked_reasons: Vec<String>,
-    health: HealthChecks,
+    blocked_vip_reasons: Vec<String>,
+    health_checks: HealthChecks,
     /// Servers that are down according to this load balancer's own checks.
     down_targets: BTreeSet<CheckTarget>,
     /// Targets that get no new connections from this load balancer, even if the controller's table has them.
     masked_targets: BTreeSet<CheckTarget>,
     configured_at: Option<Duration>,
     /// Updates that were rejected as unusable.
-    refusals: Refusals,
+    refusals: RefusedUpdates,
     /// Problems that counters of the last seconds show.
     symptoms: Symptoms,
 }
 
 impl Forwarder {
     pub fn new(
-        name: String,
-        (interface, vlan): (String, Vlan),
-        balancer: LoadBalancer,
-        attachment: lb::AttachedXdpMode,
-        (resolvers, routes): (Resolvers, Routes),
-        timers: Timeouts,
-        health: HealthChecks,
+        own_name: String,
+        (interface, vip_vlan): (String, Vlan),
+        load_balancer: LoadBalancer,
+        attached_xdp_mode: lb::AttachedXdpMode,
+        (resolvers, kernel_routes): (NeighbourResolvers, Routes),
+        connection_timeouts: ConnectionTimeouts,
+        health_checks: HealthChecks,
     ) -> Self {
         Self {
-            balancer,
-            attachment,
+            load_balancer,
+            attached_xdp_mode,
             resolvers,
-            macs: HashMap::new(),
-            routes,
-            next_hops: HashMap::new(),
+            mac_addresses: HashMap::new(),
+            kernel_routes,
+            next_hops_by_server: HashMap::new(),
             route_warnings: BTreeSet::new(),
             servers_by_neighbour: HashMap::new(),
-            services: BTreeMap::new(),
-            name,
-            peers: Vec::new(),
-            report_interval: DEFAULT_REPORT_INTERVAL,
-            table_lifetime: DEFAULT_TABLE_LIFETIME,
-            missing_log_due: Some(monotonic() + CONFIGURATION_TIMEOUT),
+            services_by_index: BTreeMap::new(),
+            own_name,
+            load_balancers: Vec::new(),
+            traffic_report_interval: DEFAULT_REPORT_INTERVAL,
+            load_based_table_lifetime: DEFAULT_TABLE_LIFETIME,
+            missing_configuration_log_at: Some(monotonic() + FIRST_CONFIGURATION_TIMEOUT),
             table_ages: TableAges::new(monotonic()),
-            timers,
-            last_count_at: monotonic(),
+            connection_timeouts,
+            last_connection_count_at: monotonic(),
             confirmed_generation: 0,
             configuration_number: None,
             applied_generation: 0,
-            keys: None,
-            is_unsaved: false,
-            needs_configuration: false,
+            fleet_keys: None,
+            is_configuration_unsaved: false,
+            needs_complete_configuration: false,
             interface,
-            vlan,
-            vlan_problems: BTreeSet::new(),
-            problems: BTreeSet::new(),
+            vip_vlan,
+            vlan_device_problems: BTreeSet::new(),
+            logged_problems: BTreeSet::new(),
             table_install_latency: LatencyHistogram::default(),
-            announced_vips: None,
-            blocked_reasons: Vec::new(),
-            health,
+            announced_vip_count: None,
+            blocked_vip_reasons: Vec::new(),
+            health_checks,
             down_targets: BTreeSet::new(),
             masked_targets: BTreeSet::new(),
             configured_at: None,
-            refusals: Refusals::default(),
+            refusals: RefusedUpdates::default(),
             symptoms: Symptoms::default(),
         }
     }
@@ -169,14 +170,14 @@ impl Forwarder {
     pub fn begin_stream(&mut self) {
         self.confirmed_generation = 0;
         self.configuration_number = None;
-        self.needs_configuration = false;
+        self.needs_complete_configuration = false;
         self.refusals.clear();
-        self.health.begin_stream();
+        self.health_checks.begin_stream();
     }
 
     /// Returns the next message about servers' health, if one is due.
     pub fn next_health_message(&mut self) -> Option<HealthMessage> {
-        self.health.next_message()
+        self.health_checks.next_message()
     }
 
     pub fn applied_generation(&self) -> u64 {
@@ -184,7 +185,7 @@ impl Forwarder {
     }
 
     pub fn is_upgrade_pending(&self) -> bool {
-        self.balancer.is_upgrade_pending()
+        self.load_balancer.is_upgrade_pending()
     }
 
     pub fn confirmed_generation(&self) -> u64 {
@@ -192,13 +193,14 @@ impl Forwarder {
     }
 
     fn peer_mac(&self, peer: &Peer) -> Option<MacAddress> {
-        self.macs.get(&self.peer_neighbour(peer)?).copied()
+        self.mac_addresses.get(&self.peer_neighbour(peer)?).copied()
     }
 
-    fn update_peer(&mut self, change: Resolution) {
+    fn update_peer_mac(&mut self, change: MacResolution) {
         let Neighbour { vlan, address } = change.neighbour;
-        let moved = |peer: &&Peer| peer.address == Some(address) && vlan == self.vlan && peer.name != self.name;
-        for peer in self.peers.iter().filter(moved) {
+        let is_affected_peer =
+            |peer: &&Peer| peer.address == Some(address) && vlan == self.vip_vlan && peer.name != self.own_name;
+        for peer in self.load_balancers.iter().filter(is_affected_peer) {
             match change.mac {
                 Some(mac) => {
                     tracing::info!(
@@ -217,25 +219,25 @@ impl Forwarder {
                 ),
             }
             if let Some(owner) = peer.owner.filter(|_| peer.is_alive) {
-                self.balancer.set_owner_mac(owner, change.mac);
+                self.load_balancer.set_owner_mac(owner, change.mac);
             }
         }
     }
 
     /// Sets the data plane's time and applies check results. Called ten times a second, also without a controller.
     pub fn tick(&mut self) {
-        self.balancer.tick(monotonic());
-        self.balancer.update_source_limit();
-        if self.routes.has_changed() {
+        self.load_balancer.tick(monotonic());
+        self.load_balancer.update_source_prefix_limit();
+        if self.kernel_routes.has_changed() {
             self.refresh_next_hops();
         }
-        if let Some(down) = self.health.servers_down_if_changed() {
-            let before = std::mem::replace(&mut self.down_targets, down);
-            let changed: BTreeSet<ServiceIndex> =
-                before.symmetric_difference(&self.down_targets).map(|(service, _)| *service).collect();
-            changed.into_iter().for_each(|service| self.set_servers(service));
+        if let Some(down) = self.health_checks.servers_down_if_changed() {
+            let previously_down = std::mem::replace(&mut self.down_targets, down);
+            let affected_services: BTreeSet<ServiceIndex> =
+                previously_down.symmetric_difference(&self.down_targets).map(|(service, _)| *service).collect();
+            affected_services.into_iter().for_each(|service| self.set_servers(service));
         }
-        self.choose_for_expired_tables();
+        self.refresh_expired_tables();
         self.log_missing_configuration();
     }
 
@@ -243,17 +245,17 @@ impl Forwarder {
     /// controller. If it reaches none of the eligible servers, `when_all_down` decides: with "fail-open" it masks none,
     /// because its own network may have failed.
     fn mask_down_servers(&mut self, index: ServiceIndex) {
-        let Some((service, place)) = self.services.get(&index) else { return };
+        let Some((service, place)) = self.services_by_index.get(&index) else { return };
         let is_down = |server: &&coreward_wire::Server| self.down_targets.contains(&(index, server.id));
         let (down, up): (Vec<_>, Vec<_>) =
             service.servers.iter().filter(|server| server.is_eligible).partition(is_down);
         let fails_open = up.is_empty() && service.when_all_down == WhenAllDown::FailOpen;
-        let masked: BTreeSet<CheckTarget> =
+        let masked_targets: BTreeSet<CheckTarget> =
             if fails_open { BTreeSet::new() } else { down.iter().map(|server| (index, server.id)).collect() };
         for server in &service.servers {
-            let target = (index, server.id);
-            self.balancer.set_masked(*place, server.id, masked.contains(&target));
-            match (self.masked_targets.contains(&target), masked.contains(&target)) {
+            let check_target = (index, server.id);
+            self.load_balancer.set_masked(*place, server.id, masked_targets.contains(&check_target));
+            match (self.masked_targets.contains(&check_target), masked_targets.contains(&check_target)) {
                 (false, true) => tracing::warn!(
                     event = "server-masked",
                     server = server.name,
@@ -270,38 +272,42 @@ impl Forwarder {
             }
         }
         self.masked_targets.retain(|(service, _)| *service != index);
-        self.masked_targets.extend(masked);
+        self.masked_targets.extend(masked_targets);
     }
 
     /// Returns whether this load balancer may select a server for new connections.
-    fn is_eligible(&self, service: ServiceIndex, server: &coreward_wire::Server) -> bool {
+    fn may_get_new_connections(&self, service: ServiceIndex, server: &coreward_wire::Server) -> bool {
         server.is_eligible && !self.masked_targets.contains(&(service, server.id))
     }
 
     /// Sweeps the next section of the connection table. Frees entries that need no query, and returns entries that may
     /// be freed if their server has no socket. Fails when the kernel offers no grace period.
-    pub fn sweep(&mut self) -> anyhow::Result<Vec<(Connection, ServiceAddress)>> {
+    pub fn sweep_connections(&mut self) -> anyhow::Result<Vec<(Connection, ServiceAddress)>> {
         // Until the first configuration the table may have entries of an earlier daemon.
         let is_stateful = |(service, _): &(Service, _)| service.mode.consistency == Consistency::Stateful;
-        if self.configured_at.is_some() && !self.services.values().any(is_stateful) {
+        if self.configured_at.is_some() && !self.services_by_index.values().any(is_stateful) {
             return Ok(Vec::new());
         }
-        let entries =
-            self.balancer.connection_table_size().entry_count().div_ceil(CALLS_PER_SWEEP).min(MAX_SWEPT_ENTRIES);
-        let due = self.balancer.due_connections(&self.timers, entries);
-        let (ask, free): (Vec<_>, Vec<_>) = due.into_iter().partition(|(_, due)| due.needs_server_query());
+        let entries_per_call = self
+            .load_balancer
+            .connection_table_size()
+            .entry_count()
+            .div_ceil(SWEEP_CALLS_PER_TABLE)
+            .min(MAX_SWEPT_ENTRIES_PER_CALL);
+        let due_connections = self.load_balancer.scan_expired_connections(&self.connection_timeouts, entries_per_call);
+        let (ask, free): (Vec<_>, Vec<_>) = due_connections.into_iter().partition(|(_, due)| due.needs_server_query());
         self.free_connections(&free.into_iter().map(|(connection, _)| connection).collect::<Vec<_>>())?;
-        let services: BTreeMap<u16, ServiceAddress> =
-            self.services.values().map(|(service, index)| (index.get(), service.address)).collect();
-        let with_service = |(connection, _): (Connection, _)| {
-            services.get(&connection.identity.service).map(|service| (connection, *service))
+        let service_addresses: BTreeMap<u16, ServiceAddress> =
+            self.services_by_index.values().map(|(service, index)| (index.get(), service.address)).collect();
+        let with_service_address = |(connection, _): (Connection, _)| {
+            service_addresses.get(&connection.identity.service).map(|service| (connection, *service))
         };
-        Ok(ask.into_iter().filter_map(with_service).collect())
+        Ok(ask.into_iter().filter_map(with_service_address).collect())
     }
 
     /// Frees those of the entries that have not changed since the sweep. Fails when the kernel offers no grace period.
     pub fn free_connections(&mut self, connections: &[Connection]) -> anyhow::Result<()> {
-        let freed = if connections.is_empty() { 0 } else { self.balancer.free_connections(connections)? };
+        let freed = if connections.is_empty() { 0 } else { self.load_balancer.free_connections(connections)? };
         tracing::debug!(
             event = "connections-freed",
             freed,
@@ -313,44 +319,44 @@ impl Forwarder {
 
     /// Returns the interval of traffic messages to the controller.
     pub fn report_interval(&self) -> Duration {
-        self.report_interval
+        self.traffic_report_interval
     }
 
     /// Returns the traffic to servers, or `None` if no policy needs it. A server's counts are sums over services, so
     /// all services are in the message.
     pub fn traffic_message(&self) -> Option<TrafficMessage> {
-        if self.services.values().all(|(service, _)| service.telemetry_level == TelemetryLevel::Nothing) {
+        if self.services_by_index.values().all(|(service, _)| service.telemetry_level == TelemetryLevel::Nothing) {
             return None;
         }
-        let services = self.services.values();
+        let services = self.services_by_index.values();
         let opened_connections = services
             .clone()
-            .map(|(service, index)| (service.index, self.balancer.opened_connections(*index)))
+            .map(|(service, index)| (service.index, self.load_balancer.opened_connection_count(*index)))
             .collect();
-        let ids: BTreeSet<ServerId> =
+        let server_ids: BTreeSet<ServerId> =
             services.flat_map(|(service, _)| service.servers.iter().map(|server| server.id)).collect();
-        let ids: Vec<ServerId> = ids.into_iter().collect();
-        let traffic = self.balancer.traffic_of(&ids);
-        Some(TrafficMessage { servers: ids.into_iter().zip(traffic).collect(), opened_connections })
+        let server_ids: Vec<ServerId> = server_ids.into_iter().collect();
+        let traffic = self.load_balancer.traffic_of_servers(&server_ids);
+        Some(TrafficMessage { servers: server_ids.into_iter().zip(traffic).collect(), opened_connections })
     }
 
     /// Applies a change of a neighbour's MAC address.
-    pub fn apply_resolution(&mut self, change: Resolution) {
+    pub fn apply_resolution(&mut self, change: MacResolution) {
         match change.mac {
-            Some(mac) => self.macs.insert(change.neighbour, mac),
-            None => self.macs.remove(&change.neighbour),
+            Some(mac) => self.mac_addresses.insert(change.neighbour, mac),
+            None => self.mac_addresses.remove(&change.neighbour),
         };
-        self.update_peer(change);
-        let servers = self.servers_by_neighbour.get(&change.neighbour).into_iter().flatten();
-        for (nth, (service_index, position)) in servers.enumerate() {
-            let (service, index) = &self.services[service_index];
-            let server = &service.servers[*position];
+        self.update_peer_mac(change);
+        let affected_servers = self.servers_by_neighbour.get(&change.neighbour).into_iter().flatten();
+        for (nth, (service_index, position)) in affected_servers.enumerate() {
+            let (service, index) = &self.services_by_index[service_index];
+            let wire_server = &service.servers[*position];
             match change.mac {
                 _ if nth > 0 => {}
                 Some(mac) => {
                     tracing::info!(
                         event = "server-resolved",
-                        server = server.name,
+                        server = wire_server.name,
                         address = %change.neighbour.address,
                         %mac,
                         "the server, or the router to the server, answers ARP or neighbour discovery"
@@ -358,34 +364,35 @@ impl Forwarder {
                 }
                 None => tracing::warn!(
                     event = "server-unresolved",
-                    server = server.name,
+                    server = wire_server.name,
                     address = %change.neighbour.address,
                     "the server, or the router to it, does not answer ARP or neighbour discovery: check both addresses"
                 ),
             }
-            let server_now = lb::Server { mac: change.mac, is_eligible: self.is_eligible(*service_index, server) };
-            self.balancer.set_server(*index, server.id, server_now);
+            let updated_server =
+                lb::Server { mac: change.mac, is_eligible: self.may_get_new_connections(*service_index, wire_server) };
+            self.load_balancer.set_server(*index, wire_server.id, updated_server);
         }
     }
 
     /// Installs a table of a service. Fails when the service is not configured, or the data plane cannot hold the
     /// table; the previous table then stays in force.
     pub fn install_table(&mut self, service: ServiceIndex, table: &PlacementTable) -> anyhow::Result<()> {
-        let Some((configuration, index)) = self.services.get(&service) else {
+        let Some((configuration, index)) = self.services_by_index.get(&service) else {
             anyhow::bail!(
                 "the table is for service index {}: expected the index of a configured service",
                 service.get()
             );
         };
-        let index = *index;
-        if self.balancer.changes_rule(index, table) {
+        let lb_service_index = *index;
+        if self.load_balancer.differs_in_rule(lb_service_index, table) {
             coreward_daemon::run_with_watchdog_limit(PROGRAM_LOAD_TIMEOUT, || {
-                self.balancer.install_table(index, table)
+                self.load_balancer.install_table(lb_service_index, table)
             })?;
         } else {
-            self.balancer.install_table(index, table)?;
+            self.load_balancer.install_table(lb_service_index, table)?;
         }
-        if self.table_ages.renew(service) {
+        if self.table_ages.record_new_table(service) {
             tracing::info!(
                 event = "table-renewed",
                 service = configuration.name,
@@ -397,16 +404,18 @@ impl Forwarder {
     }
 
     /// Completes an upgrade as soon as all tables are installed, and all servers are resolved or do not answer.
-    fn switch_when_ready(&mut self) -> anyhow::Result<()> {
-        let Some(configured) = self.configured_at.filter(|_| self.balancer.is_upgrade_pending()) else { return Ok(()) };
+    fn switch_program_when_ready(&mut self) -> anyhow::Result<()> {
+        let Some(configured) = self.configured_at.filter(|_| self.load_balancer.is_upgrade_pending()) else {
+            return Ok(());
+        };
         let waited = monotonic().saturating_sub(configured);
-        let ready = self.table_count() == self.services.len() && self.unresolved_servers().is_empty();
-        if ready || waited > UPGRADE_TIMEOUT {
-            self.balancer.commit_upgrade()?;
+        let is_ready = self.table_count() == self.services_by_index.len() && self.unresolved_server_names().is_empty();
+        if is_ready || waited > UPGRADE_ARP_TIMEOUT {
+            self.load_balancer.commit_upgrade()?;
             tracing::info!(
                 event = "upgrade-finished",
                 ?waited,
-                all_resolved = ready,
+                all_resolved = is_ready,
                 "this version's program has replaced the program of another version"
             );
         }
@@ -415,184 +424,152 @@ impl Forwarder {
 
     /// Reads the MAC address of the own device again. Fails when the device does not exist any more.
     pub fn maintain(&mut self) -> anyhow::Result<()> {
-        anyhow::ensure!(self.resolvers.are_alive(), "a thread that resolves MAC addresses has ended");
+        anyhow::ensure!(self.resolvers.are_threads_running(), "a thread that resolves MAC addresses has ended");
         let now = monotonic();
-        if now.saturating_sub(self.last_count_at) >= COUNT_INTERVAL {
-            self.balancer.count_connections();
-            self.last_count_at = now;
+        if now.saturating_sub(self.last_connection_count_at) >= CONNECTION_COUNT_INTERVAL {
+            self.load_balancer.recount_connections();
+            self.last_connection_count_at = now;
         }
         self.log_problems();
         self.update_symptoms();
-        self.balancer.refresh_own_mac()?;
+        self.load_balancer.refresh_interface_addresses()?;
         self.check_vlans();
-        self.switch_when_ready()
+        self.switch_program_when_ready()
     }
 
     /// Returns warnings about settings of this machine's kernel that prevent forwarding.
     fn routing_problems(&self) -> Vec<String> {
-        let stamped = self.services.values().map(|(service, _)| service);
-        let mut stamped = stamped.filter(|service| service.mode.timestamps == Timestamps::LoadBalancer);
+        let lb_stamped_services = self.services_by_index.values().map(|(service, _)| service);
+        let mut lb_stamped_services =
+            lb_stamped_services.filter(|service| service.mode.timestamps == TimestampOrigin::LoadBalancer);
         let mut problems = Vec::new();
-        if stamped.clone().any(|service| service.address.socket.is_ipv4()) {
-            problems = self.devices().values().flat_map(|device| routing::ipv4_problems(device)).collect();
+        if lb_stamped_services.clone().any(|service| service.address.socket.is_ipv4()) {
+            problems =
+                self.device_of_each_vlan().values().flat_map(|device| routing::ipv4_routing_problems(device)).collect();
         }
-        if stamped.any(|service| service.address.socket.is_ipv6()) {
-            problems.extend(routing::ipv6_problem());
+        if lb_stamped_services.any(|service| service.address.socket.is_ipv6()) {
+            problems.extend(routing::ipv6_routing_problem());
         }
         problems
     }
 
     /// Returns the problems of this machine.
-    fn problems(&self) -> Vec<String> {
+    fn machine_problems(&self) -> Vec<String> {
         let mut problems = self.routing_problems();
-        problems.extend(self.blocked_reasons.iter().cloned());
-        problems.extend(self.health.problem().map(str::to_owned));
-        problems.extend(self.symptoms.list().cloned());
+        problems.extend(self.blocked_vip_reasons.iter().cloned());
+        problems.extend(self.health_checks.nat_setup_problem().map(str::to_owned));
+        problems.extend(self.symptoms.descriptions().cloned());
         problems.extend(self.encapsulation_warnings());
-        problems.extend(self.vlan_problems.iter().cloned());
+        problems.extend(self.vlan_device_problems.iter().cloned());
         problems.extend(self.expired_tables());
-        problems.extend(self.missing_configuration().map(str::to_owned));
+        problems.extend(self.missing_configuration_warning().map(str::to_owned));
         problems
     }
 
     /// Logs each problem once, when it appears.
     fn log_problems(&mut self) {
-        let clocks = self.server_clocks().into_iter().filter(|clock| !clock.problem.is_empty());
+        let problem_clocks = self.clocks_of_lb_stamped_servers().into_iter().filter(|clock| !clock.problem.is_empty());
         // Without numbers that grow: each change would be logged again.
-        let server = |clock: v1::ServerClock| {
+        let describe_clock = |clock: v1::ServerClock| {
             format!("{} of service {} is not stamped ({}; `coreward status`)", clock.server, clock.service, clock.state)
         };
-        let problems: BTreeSet<String> = self.routing_problems().into_iter().chain(clocks.map(server)).collect();
-        for problem in problems.difference(&self.problems) {
+        let problems: BTreeSet<String> =
+            self.routing_problems().into_iter().chain(problem_clocks.map(describe_clock)).collect();
+        for problem in problems.difference(&self.logged_problems) {
             tracing::warn!(
                 event = "routing-problem",
                 %problem,
                 "this load balancer cannot stamp or forward packets of services with `timestamps = \"lb\"`"
             );
         }
-        self.problems = problems;
-    }
-
-    /// Returns the clocks of servers with LB-side stamping. Omits and logs a service whose clocks cannot be read.
-    fn server_clocks(&self) -> Vec<v1::ServerClock> {
-        self.lb_stamped_services().flat_map(|(service, index)| self.clocks_of_service(service, *index)).collect()
-    }
-
-    fn clocks_of_service(&self, service: &Service, index: lb::ServiceIndex) -> Vec<v1::ServerClock> {
-        let clocks = self.balancer.server_clocks(index).unwrap_or_else(|error| {
-            tracing::warn!(
-                event = "clocks-unreadable",
-                service = service.name,
-                error = format!("{error:#}"),
-                "the load balancer cannot read the clocks of the service's servers: `coreward status` omits them"
-            );
-            Vec::new()
-        });
-        let named = |(id, clock): (ServerId, lb::ServerClock)| {
-            let server = service.servers.iter().find(|server| server.id == id)?;
-            Some(v1::ServerClock {
-                service: service.name.clone(),
-                server: server.name.clone(),
-                state: clock.state().name().to_owned(),
-                syn_acks: clock.syn_acks,
-                with_timestamps: clock.with_timestamps,
-                disagreed: clock.disagreeing_replies,
-                problem: clock.problem().unwrap_or_default(),
-            })
-        };
-        clocks.into_iter().filter_map(named).collect()
+        self.logged_problems = problems;
     }
 
     /// Returns the number of services that have a table.
     pub fn table_count(&self) -> usize {
-        self.services.values().filter(|(_, index)| self.balancer.table_generation(*index).is_some()).count()
+        self.services_by_index
+            .values()
+            .filter(|(_, index)| self.load_balancer.table_generation(*index).is_some())
+            .count()
     }
 
     /// Returns which VIPs can be announced, or `None` before the first configuration, when the pinned state continues.
     /// A VIP is announceable when one of its services has a table in force and the MAC address of a server.
     pub fn announce_state(&self) -> Option<AnnounceState> {
-        if self.services.is_empty() && self.confirmed_generation == 0 {
+        if self.services_by_index.is_empty() && self.confirmed_generation == 0 {
             return None;
         }
-        let program = nix::net::if_::if_nametoindex(self.interface.as_str()).ok().and_then(|index| {
+        let xdp_program_id = nix::net::if_::if_nametoindex(self.interface.as_str()).ok().and_then(|index| {
             let xdp = device::query_xdp_state(index).ok()?;
             xdp.native_program_id.or(xdp.generic_program_id)
         });
-        if program.is_none() {
-            let blocked_reasons = vec![format!("no VIP is announced: no XDP program is at {}", self.interface)];
-            return Some(AnnounceState { blocked_reasons, ..AnnounceState::default() });
+        if xdp_program_id.is_none() {
+            let no_program_reason = vec![format!("no VIP is announced: no XDP program is at {}", self.interface)];
+            return Some(AnnounceState { blocked_reasons: no_program_reason, ..AnnounceState::default() });
         }
-        let mut state = AnnounceState::default();
-        let mut blocked_reasons = BTreeMap::new();
-        for (service, index) in self.services.values() {
+        let mut announce_state = AnnounceState::default();
+        let mut reasons_by_vip = BTreeMap::new();
+        for (service, index) in self.services_by_index.values() {
             let vip = service.address.socket.ip();
-            if self.balancer.table_generation(*index).is_none() {
-                blocked_reasons.insert(vip, "its services have no table yet");
-            } else if self.balancer.servers(*index).iter().all(|(_, server)| server.mac.is_none()) {
-                blocked_reasons.insert(vip, "the MAC address of none of its servers is known");
+            if self.load_balancer.table_generation(*index).is_none() {
+                reasons_by_vip.insert(vip, "its services have no table yet");
+            } else if self.load_balancer.servers(*index).iter().all(|(_, server)| server.mac.is_none()) {
+                reasons_by_vip.insert(vip, "the MAC address of none of its servers is known");
             } else {
-                state.announceable_vips.insert(vip);
+                announce_state.announceable_vips.insert(vip);
             }
         }
-        let blocked_reasons = blocked_reasons.into_iter().filter(|(vip, _)| !state.announceable_vips.contains(vip));
-        state.blocked_reasons =
-            blocked_reasons.map(|(vip, reason)| format!("VIP {vip} is not announced: {reason}")).collect();
-        Some(state)
+        let reasons_of_blocked_vips =
+            reasons_by_vip.into_iter().filter(|(vip, _)| !announce_state.announceable_vips.contains(vip));
+        announce_state.blocked_reasons =
+            reasons_of_blocked_vips.map(|(vip, reason)| format!("VIP {vip} is not announced: {reason}")).collect();
+        Some(announce_state)
     }
 
     /// Stores the number of announced VIPs, and the reasons why others are blocked, for reports.
     pub fn set_announced_vips(&mut self, count: usize, blocked: Vec<String>) {
-        (self.announced_vips, self.blocked_reasons) = (Some(count), blocked);
+        (self.announced_vip_count, self.blocked_vip_reasons) = (Some(count), blocked);
     }
 
-    fn unresolved_servers(&self) -> BTreeSet<String> {
-        let mut unresolved = BTreeSet::new();
-        for (service, index) in self.services.values() {
-            let known = |id: ServerId| self.balancer.server(*index, id).and_then(|server| server.mac);
-            let missing = |server: &&coreward_wire::Server| known(server.id).is_none();
-            unresolved.extend(service.servers.iter().filter(missing).map(|server| server.name.clone()));
+    fn unresolved_server_names(&self) -> BTreeSet<String> {
+        let mut unresolved_names = BTreeSet::new();
+        for (service, index) in self.services_by_index.values() {
+            let known_mac = |id: ServerId| self.load_balancer.server(*index, id).and_then(|server| server.mac);
+            let has_no_mac = |server: &&coreward_wire::Server| known_mac(server.id).is_none();
+            unresolved_names.extend(service.servers.iter().filter(has_no_mac).map(|server| server.name.clone()));
         }
-        unresolved
+        unresolved_names
     }
 
     pub fn state(&self) -> v1::LoadBalancerState {
-        let generations = self.services.values().filter_map(|(service, index)| {
-            let generation = self.balancer.table_generation(*index)?;
+        let table_generations = self.services_by_index.values().filter_map(|(service, index)| {
+            let generation = self.load_balancer.table_generation(*index)?;
             Some((service.name.clone(), generation))
         });
-        let Counters { packets, events, .. } = self.balancer.total_counters();
-        let unresolved = |peer: &&Peer| peer.name != self.name && peer.owner.is_some() && self.peer_mac(peer).is_none();
-        let unresolved_load_balancers = self.peers.iter().filter(unresolved).map(|peer| peer.name.clone()).collect();
-        let mode = match self.attachment {
+        let PacketCounters { packets_by_outcome: packets, event_counts: events, .. } =
+            self.load_balancer.total_counters();
+        let is_unresolved_peer =
+            |peer: &&Peer| peer.name != self.own_name && peer.owner.is_some() && self.peer_mac(peer).is_none();
+        let unresolved_load_balancers =
+            self.load_balancers.iter().filter(is_unresolved_peer).map(|peer| peer.name.clone()).collect();
+        let xdp_mode_name = match self.attached_xdp_mode {
             lb::AttachedXdpMode::Native => "native",
             lb::AttachedXdpMode::Generic => "generic",
         };
         v1::LoadBalancerState {
-            table_generations: generations.collect(),
-            unresolved_servers: self.unresolved_servers().into_iter().collect(),
+            table_generations: table_generations.collect(),
+            unresolved_servers: self.unresolved_server_names().into_iter().collect(),
             counters: COUNTER_NAMES.iter().map(|name| (*name).to_owned()).zip(packets).collect(),
-            xdp_mode: mode.to_owned(),
+            xdp_mode: xdp_mode_name.to_owned(),
             configuration_generation: self.confirmed_generation,
             events: EVENT_NAMES.iter().map(|name| (*name).to_owned()).zip(events).collect(),
-            connections: self.balancer.occupancy(),
+            connections: self.load_balancer.used_entry_count(),
             unresolved_load_balancers,
-            server_clocks: self.server_clocks(),
-            warnings: self.problems(),
-            refused: self.refusals.list(),
-            stamped_services: self.stamped_services(),
-            vlan: self.vlan.get().into(),
+            server_clocks: self.clocks_of_lb_stamped_servers(),
+            warnings: self.machine_problems(),
+            refused: self.refusals.all_refused_updates(),
+            stamped_services: self.stamped_packet_counts(),
+            vlan: self.vip_vlan.get().into(),
         }
-    }
-
-    fn lb_stamped_services(&self) -> impl Iterator<Item = &(Service, lb::ServiceIndex)> {
-        self.services.values().filter(|(service, _)| service.mode.timestamps == Timestamps::LoadBalancer)
-    }
-
-    fn stamped_services(&self) -> Vec<v1::StampedPackets> {
-        let counted = |(service, index): &(Service, lb::ServiceIndex)| {
-            let StampedPackets { by_cookie, by_flow_table } = self.balancer.stamped_packets(*index);
-            v1::StampedPackets { service: service.name.clone(), by_cookie, by_flow_table }
-        };
-        self.lb_stamped_services().map(counted).collect()
     }
 }

@@ -4,16 +4,16 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use coreward_dataplane::health_check_nat::{self, NatEntry, NatPrograms};
+use coreward_dataplane::health_check_nat::{self, NatConnection, NatPrograms};
 use coreward_health::checker::{self, Checker, MAX_CONCURRENT_CHECKS};
 use coreward_health::path::{NatPath, NatTable};
 use coreward_model::ServerId;
 use coreward_model::health::{HealthVerdict, ProbeAddress};
-use coreward_wire::{CheckedServer, HealthMessage, Service, ServiceIndex};
+use coreward_wire::{HealthMessage, ServerCheckResult, Service, ServiceIndex};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-const MESSAGE_INTERVAL: Duration = Duration::from_secs(2);
+const HEALTH_MESSAGE_INTERVAL: Duration = Duration::from_secs(2);
 
 const _: () = assert!(MAX_CONCURRENT_CHECKS <= health_check_nat::MAX_CONNECTIONS);
 
@@ -22,7 +22,7 @@ pub type CheckTarget = (ServiceIndex, ServerId);
 /// Health checks by this load balancer. The fields are dropped in order: connections end before their NAT entries.
 pub struct HealthChecks {
     checker: Checker<CheckTarget>,
-    reported_changes: watch::Receiver<u64>,
+    message_changes: watch::Receiver<u64>,
     /// Receiver of verdict changes for [`HealthChecks::servers_down_if_changed`], like the one for messages.
     mask_changes: watch::Receiver<u64>,
     /// Time of the last message in this stream, or `None` before the first.
@@ -31,23 +31,23 @@ pub struct HealthChecks {
     /// NAT programs for checks at the VIP. Loaded for the first such check, and kept: a check may be in progress.
     nat_programs: Option<NatPrograms>,
     /// Reason why checks at the VIP are impossible; `None`: they are possible.
-    nat_problem: Option<String>,
+    nat_setup_problem: Option<String>,
 }
 
 struct HealthCheckNat(Arc<health_check_nat::NatTable>);
 
-fn nat_entry(path: &NatPath) -> NatEntry {
+fn to_nat_entry(path: &NatPath) -> NatConnection {
     let NatPath { server, vip, port, source_port: own_port } = *path;
-    NatEntry { server, vip, port, own_port }
+    NatConnection { server, vip, server_port: port, source_port: own_port }
 }
 
 impl NatTable for HealthCheckNat {
     fn add(&self, path: &NatPath) -> anyhow::Result<()> {
-        self.0.add(&nat_entry(path))
+        self.0.add(&to_nat_entry(path))
     }
 
     fn remove(&self, path: &NatPath) {
-        self.0.remove(&nat_entry(path));
+        self.0.remove(&to_nat_entry(path));
     }
 }
 
@@ -55,29 +55,29 @@ impl HealthChecks {
     /// Starts the checker without any checks. `interface` leads to the servers. Fails when no thread can be created.
     pub fn start(interface: String) -> anyhow::Result<Self> {
         let checker = Checker::start()?;
-        let reported_changes = checker.subscribe_to_changes();
-        let mask_changes = checker.subscribe_to_changes();
+        let message_changes = checker.subscribe_to_verdict_changes();
+        let mask_changes = checker.subscribe_to_verdict_changes();
         Ok(Self {
             checker,
-            reported_changes,
+            message_changes,
             mask_changes,
             last_message_at: None,
             interface,
             nat_programs: None,
-            nat_problem: None,
+            nat_setup_problem: None,
         })
     }
 
     /// Replaces all checks by those that these services require.
     pub fn configure<'a>(&mut self, services: impl Iterator<Item = &'a Service> + Clone) {
-        let checks = services.clone().filter_map(|service| service.check.as_ref());
-        if checks.clone().any(|check| check.probe_address == ProbeAddress::Vip) {
+        let health_checks = services.clone().filter_map(|service| service.check.as_ref());
+        if health_checks.clone().any(|check| check.probe_address == ProbeAddress::Vip) {
             self.attach_nat_programs();
         } else {
-            self.nat_problem = None;
+            self.nat_setup_problem = None;
         }
-        let wanted: Vec<_> = services.filter_map(|service| self.checker_service(service)).collect();
-        self.checker.set_services(wanted);
+        let checked_services: Vec<_> = services.filter_map(|service| self.to_checked_service(service)).collect();
+        self.checker.set_services(checked_services);
     }
 
     fn attach_nat_programs(&mut self) {
@@ -85,10 +85,10 @@ impl HealthChecks {
             return;
         }
         match NatPrograms::attach(&self.interface) {
-            Ok(paths) => (self.nat_programs, self.nat_problem) = (Some(paths), None),
+            Ok(paths) => (self.nat_programs, self.nat_setup_problem) = (Some(paths), None),
             Err(error) => {
                 let problem = format!("servers cannot be checked at the VIP, and are not: {error:#}");
-                if self.nat_problem.as_ref() != Some(&problem) {
+                if self.nat_setup_problem.as_ref() != Some(&problem) {
                     tracing::warn!(
                         event = "checks-off",
                         interface = self.interface,
@@ -96,24 +96,29 @@ impl HealthChecks {
                         "the load balancer cannot attach the programs for health checks at the VIP: such checks are off"
                     );
                 }
-                self.nat_problem = Some(problem);
+                self.nat_setup_problem = Some(problem);
             }
         }
     }
 
     /// Returns the service with its check, or `None` if the check is not configured or impossible.
-    fn checker_service(&self, service: &Service) -> Option<checker::CheckedService<CheckTarget>> {
-        let check = service.check.clone()?;
+    fn to_checked_service(&self, service: &Service) -> Option<checker::CheckedService<CheckTarget>> {
+        let health_check = service.check.clone()?;
         let nat_table = self
             .nat_programs
             .as_ref()
             .map(|held| Arc::new(HealthCheckNat(held.nat_table().clone())) as Arc<dyn NatTable>);
-        if check.probe_address == ProbeAddress::Vip && nat_table.is_none() {
+        if health_check.probe_address == ProbeAddress::Vip && nat_table.is_none() {
             return None;
         }
-        let servers = service.servers.iter().filter(|server| !server.has_left);
-        let servers = servers.map(|server| ((service.index, server.id), server.address)).collect();
-        Some(checker::CheckedService { check, vip: service.address.socket, servers, nat_table })
+        let current_servers = service.servers.iter().filter(|server| !server.has_left);
+        let servers_by_target = current_servers.map(|server| ((service.index, server.id), server.address)).collect();
+        Some(checker::CheckedService {
+            check: health_check,
+            vip: service.address.socket,
+            servers: servers_by_target,
+            nat_table,
+        })
     }
 
     pub fn begin_stream(&mut self) {
@@ -122,15 +127,15 @@ impl HealthChecks {
 
     /// Returns the next message, which is due at once after a change and otherwise every two seconds.
     pub fn next_message(&mut self) -> Option<HealthMessage> {
-        let changed = self.reported_changes.has_changed().unwrap_or(false);
-        if !changed && self.last_message_at.is_some_and(|reported| reported.elapsed() < MESSAGE_INTERVAL) {
+        let has_changed = self.message_changes.has_changed().unwrap_or(false);
+        if !has_changed && self.last_message_at.is_some_and(|reported| reported.elapsed() < HEALTH_MESSAGE_INTERVAL) {
             return None;
         }
-        self.reported_changes.mark_unchanged();
+        self.message_changes.mark_unchanged();
         self.last_message_at = Some(Instant::now());
-        let servers: Vec<_> = self.results().collect();
+        let checked_servers: Vec<_> = self.checked_servers().collect();
         // The end of all checks is a change, too.
-        (changed || !servers.is_empty()).then_some(HealthMessage { servers })
+        (has_changed || !checked_servers.is_empty()).then_some(HealthMessage { servers: checked_servers })
     }
 
     /// Returns the servers that are down according to these checks, if the set may have changed since the last call.
@@ -139,25 +144,26 @@ impl HealthChecks {
             return None;
         }
         self.mask_changes.mark_unchanged();
-        let down = self.checker.results().into_iter().filter(|(_, found)| found.verdict() == Some(HealthVerdict::Down));
-        Some(down.map(|(target, _)| target).collect())
+        let down_servers =
+            self.checker.results().into_iter().filter(|(_, found)| found.verdict() == Some(HealthVerdict::Down));
+        Some(down_servers.map(|(target, _)| target).collect())
     }
 
-    pub fn results(&self) -> impl Iterator<Item = (ServiceIndex, ServerId, CheckedServer)> {
+    pub fn checked_servers(&self) -> impl Iterator<Item = (ServiceIndex, ServerId, ServerCheckResult)> {
         self.checker.results().into_iter().map(|((service, server), found)| {
-            let checked = CheckedServer {
+            let checked = ServerCheckResult {
                 verdict: found.verdict(),
                 verdict_duration: found.since.elapsed(),
                 error: found.last_error,
                 latency: found.latency,
-                checks: found.check_count,
-                failures: found.failure_count,
+                completed_checks: found.check_count,
+                failed_checks: found.failure_count,
             };
             (service, server, checked)
         })
     }
 
-    pub fn problem(&self) -> Option<&str> {
-        self.nat_problem.as_deref()
+    pub fn nat_setup_problem(&self) -> Option<&str> {
+        self.nat_setup_problem.as_deref()
     }
 }

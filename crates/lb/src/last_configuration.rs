@@ -14,36 +14,40 @@ use crate::forwarder::Forwarder;
 
 /// File in which the last configuration is saved. It contains the cookie keys, so only its owner may read it.
 pub struct LastConfiguration {
-    path: PathBuf,
+    file_path: PathBuf,
     /// Configuration in force that has not been written to the file yet.
-    pending: Option<FleetConfiguration>,
+    unwritten_configuration: Option<FleetConfiguration>,
     /// Error of the last read or write of the file.
-    problem: Option<String>,
+    last_error: Option<String>,
 }
 
 impl LastConfiguration {
     pub fn new(state_directory: &Path, name: &str) -> Self {
-        Self { path: state_directory.join(format!("{name}.configuration")), pending: None, problem: None }
+        Self {
+            file_path: state_directory.join(format!("{name}.configuration")),
+            unwritten_configuration: None,
+            last_error: None,
+        }
     }
 
     /// Applies the saved configuration to `forwarder`, if this version can read it.
     pub fn restore(&mut self, forwarder: &mut Forwarder) {
-        let restored = self.read().and_then(|configuration| {
+        let restored = self.read_file().and_then(|configuration| {
             let Some(configuration) = configuration else { return Ok(()) };
             let generation = configuration.generation;
             forwarder.restore(configuration)?;
             tracing::info!(
                 event = "configuration-restored",
                 generation,
-                file = %self.path.display(),
+                file = %self.file_path.display(),
                 "the load balancer has restored its saved configuration, until a controller sends one"
             );
             Ok(())
         });
-        if let Some(error) = self.record_outcome(restored.context("the last configuration is not restored")) {
+        if let Some(error) = self.record_result(restored.context("the last configuration is not restored")) {
             tracing::warn!(
                 event = "configuration-not-restored",
-                file = %self.path.display(),
+                file = %self.file_path.display(),
                 error,
                 "the load balancer cannot restore its saved configuration and waits for a controller's configuration"
             );
@@ -58,57 +62,59 @@ impl LastConfiguration {
     /// Writes the configuration `changed`, or retries a failed write. `changed` is the configuration in force, if it
     /// has changed since the last call.
     fn save_changed(&mut self, changed: Option<FleetConfiguration>) {
-        let Some(configuration) = changed.or_else(|| self.pending.take()) else { return };
-        let written =
-            self.write(&configuration).context("the configuration is not saved for a restart without controller");
-        if written.is_err() {
-            self.pending = Some(configuration);
-        } else if self.pending.take().is_some() || self.problem.is_some() {
+        let Some(configuration) = changed.or_else(|| self.unwritten_configuration.take()) else { return };
+        let write_result =
+            self.write_file(&configuration).context("the configuration is not saved for a restart without controller");
+        if write_result.is_err() {
+            self.unwritten_configuration = Some(configuration);
+        } else if self.unwritten_configuration.take().is_some() || self.last_error.is_some() {
             tracing::info!(
                 event = "configuration-saved",
                 generation = configuration.generation,
-                file = %self.path.display(),
+                file = %self.file_path.display(),
                 "the load balancer has saved its configuration for a restart without a controller"
             );
         }
-        if let Some(error) = self.record_outcome(written) {
+        if let Some(error) = self.record_result(write_result) {
             tracing::warn!(
                 event = "configuration-not-saved",
-                file = %self.path.display(),
+                file = %self.file_path.display(),
                 error,
                 "the load balancer cannot save its configuration for a restart and retries every second"
             );
         }
     }
 
-    pub fn problem(&self) -> Option<&str> {
-        self.problem.as_deref()
+    pub fn last_error(&self) -> Option<&str> {
+        self.last_error.as_deref()
     }
 
-    fn read(&self) -> anyhow::Result<Option<FleetConfiguration>> {
-        match fs::read(&self.path) {
+    fn read_file(&self) -> anyhow::Result<Option<FleetConfiguration>> {
+        match fs::read(&self.file_path) {
             Ok(content) => {
                 let configuration = FleetConfiguration::decode(Bytes::from(content));
-                let (_, configuration, _) = configuration.with_context(|| self.path.display().to_string())?;
+                let (_, configuration, _) = configuration.with_context(|| self.file_path.display().to_string())?;
                 Ok(Some(configuration))
             }
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(error).with_context(|| self.path.display().to_string()),
+            Err(error) => Err(error).with_context(|| self.file_path.display().to_string()),
         }
     }
 
-    fn write(&self, configuration: &FleetConfiguration) -> anyhow::Result<()> {
-        let directory =
-            self.path.parent().with_context(|| format!("{}: expected a path with a directory", self.path.display()))?;
-        fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
-        coreward_tls::write_secret(&self.path, v1::FleetConfiguration::from(configuration).encode_to_vec())
+    fn write_file(&self, configuration: &FleetConfiguration) -> anyhow::Result<()> {
+        let parent_directory = self
+            .file_path
+            .parent()
+            .with_context(|| format!("{}: expected a path with a directory", self.file_path.display()))?;
+        fs::create_dir_all(parent_directory).with_context(|| parent_directory.display().to_string())?;
+        coreward_tls::write_secret(&self.file_path, v1::FleetConfiguration::from(configuration).encode_to_vec())
     }
 
     /// Stores the error of a read or write, and returns it if it differs from the previous error.
-    fn record_outcome(&mut self, outcome: anyhow::Result<()>) -> Option<String> {
+    fn record_result(&mut self, outcome: anyhow::Result<()>) -> Option<String> {
         let problem = outcome.err().map(|error| format!("{error:#}"));
-        let before = std::mem::replace(&mut self.problem, problem.clone());
-        problem.filter(|problem| before.as_ref() != Some(problem))
+        let previous_error = std::mem::replace(&mut self.last_error, problem.clone());
+        problem.filter(|problem| previous_error.as_ref() != Some(problem))
     }
 }
 
@@ -117,14 +123,14 @@ mod tests {
     use std::os::unix::fs::PermissionsExt as _;
     use std::time::Duration;
 
-    use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
+    use coreward_model::cookie::{CookieKey, FleetCookieKeys, KeyIndex};
 
     use super::*;
 
-    fn configuration() -> FleetConfiguration {
+    fn fleet_configuration() -> FleetConfiguration {
         FleetConfiguration {
             generation: 7,
-            keys: FleetKeys {
+            keys: FleetCookieKeys {
                 keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }],
                 current: KeyIndex::First,
             },
@@ -136,22 +142,22 @@ mod tests {
     }
 
     #[test]
-    fn saved_configuration_is_read_again_by_its_owner_only() {
+    fn saved_configuration_can_be_read_by_its_owner_only() {
         let directory = tempfile::tempdir().unwrap();
-        let last = LastConfiguration::new(&directory.path().join("made"), "lb1");
-        assert_eq!(last.read().unwrap(), None);
-        last.write(&configuration()).unwrap();
-        assert_eq!(last.read().unwrap(), Some(configuration()));
-        let mode = fs::metadata(&last.path).unwrap().permissions().mode();
-        assert_eq!(mode & 0o777, 0o600);
+        let saved_file = LastConfiguration::new(&directory.path().join("made"), "lb1");
+        assert_eq!(saved_file.read_file().unwrap(), None);
+        saved_file.write_file(&fleet_configuration()).unwrap();
+        assert_eq!(saved_file.read_file().unwrap(), Some(fleet_configuration()));
+        let permission_bits = fs::metadata(&saved_file.file_path).unwrap().permissions().mode();
+        assert_eq!(permission_bits & 0o777, 0o600);
     }
 
     #[test]
-    fn damaged_file_is_named() {
+    fn error_names_the_damaged_file() {
         let directory = tempfile::tempdir().unwrap();
-        let last = LastConfiguration::new(directory.path(), "lb1");
-        fs::write(&last.path, "not a configuration").unwrap();
-        let error = format!("{:#}", last.read().unwrap_err());
+        let saved_file = LastConfiguration::new(directory.path(), "lb1");
+        fs::write(&saved_file.file_path, "not a configuration").unwrap();
+        let error = format!("{:#}", saved_file.read_file().unwrap_err());
         assert!(error.contains("lb1.configuration"), "{error}");
     }
 }

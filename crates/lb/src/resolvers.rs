@@ -17,56 +17,57 @@ pub struct Neighbour {
 
 /// New MAC address of a neighbour; `None`: the neighbour does not answer any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Resolution {
+pub struct MacResolution {
     pub neighbour: Neighbour,
     pub mac: Option<MacAddress>,
 }
 
 /// Resolvers of MAC addresses, one for each VLAN with neighbours.
-pub struct Resolvers {
+pub struct NeighbourResolvers {
     interface: String,
-    resolution_sender: UnboundedSender<Resolution>,
-    by_vlan: BTreeMap<Vlan, Resolver>,
+    resolution_sender: UnboundedSender<MacResolution>,
+    resolvers_by_vlan: BTreeMap<Vlan, Resolver>,
 }
 
-impl Resolvers {
+impl NeighbourResolvers {
     /// Starts the resolver of untagged neighbours. Fails when the interface does not exist or packet sockets are not
     /// allowed.
-    pub fn start(interface: &str) -> anyhow::Result<(Self, UnboundedReceiver<Resolution>)> {
+    pub fn start(interface: &str) -> anyhow::Result<(Self, UnboundedReceiver<MacResolution>)> {
         let (resolution_sender, receiver) = unbounded_channel();
-        let mut resolvers = Self { interface: interface.to_owned(), resolution_sender, by_vlan: BTreeMap::new() };
-        resolvers.open(Vlan::UNTAGGED)?;
+        let mut resolvers =
+            Self { interface: interface.to_owned(), resolution_sender, resolvers_by_vlan: BTreeMap::new() };
+        resolvers.start_if_missing(Vlan::UNTAGGED)?;
         Ok((resolvers, receiver))
     }
 
     /// Sets the neighbours to resolve. Fails for the same reasons as [`start`](Self::start).
     pub fn set_neighbours(&mut self, neighbours: &BTreeSet<Neighbour>) -> anyhow::Result<()> {
-        let mut wanted = BTreeMap::from([(Vlan::UNTAGGED, Vec::new())]);
+        let mut addresses_by_vlan = BTreeMap::from([(Vlan::UNTAGGED, Vec::new())]);
         for Neighbour { vlan, address } in neighbours {
-            wanted.entry(*vlan).or_default().push(*address);
+            addresses_by_vlan.entry(*vlan).or_default().push(*address);
         }
-        self.by_vlan.retain(|vlan, _| wanted.contains_key(vlan));
-        for (vlan, addresses) in wanted {
-            self.open(vlan)?;
-            self.by_vlan[&vlan].set_addresses(addresses);
+        self.resolvers_by_vlan.retain(|vlan, _| addresses_by_vlan.contains_key(vlan));
+        for (vlan, addresses) in addresses_by_vlan {
+            self.start_if_missing(vlan)?;
+            self.resolvers_by_vlan[&vlan].set_addresses(addresses);
         }
         Ok(())
     }
 
     /// Returns whether the threads of all resolvers are running.
-    pub fn are_alive(&self) -> bool {
-        self.by_vlan.values().all(Resolver::is_alive)
+    pub fn are_threads_running(&self) -> bool {
+        self.resolvers_by_vlan.values().all(Resolver::is_alive)
     }
 
     /// Starts the resolver of a VLAN, if it is not running yet.
-    fn open(&mut self, vlan: Vlan) -> anyhow::Result<()> {
-        if !self.by_vlan.contains_key(&vlan) {
+    fn start_if_missing(&mut self, vlan: Vlan) -> anyhow::Result<()> {
+        if !self.resolvers_by_vlan.contains_key(&vlan) {
             let changes = self.resolution_sender.clone();
-            let notify = move |change: neighbour::MacChange| {
+            let send_resolution = move |change: neighbour::MacChange| {
                 let neighbour = Neighbour { vlan, address: change.address };
-                changes.send(Resolution { neighbour, mac: change.mac }).is_ok()
+                changes.send(MacResolution { neighbour, mac: change.mac }).is_ok()
             };
-            self.by_vlan.insert(vlan, Resolver::start_in_vlan(&self.interface, vlan, notify)?);
+            self.resolvers_by_vlan.insert(vlan, Resolver::start_in_vlan(&self.interface, vlan, send_resolution)?);
         }
         Ok(())
     }

@@ -4,24 +4,24 @@
 use std::path::Path;
 
 /// Directory of the IPv4 sysctls, with a subdirectory for each device and one for `all`.
-const SYSCTL_DIRECTORY: &str = "/proc/sys/net/ipv4/conf";
+const IPV4_SYSCTL_DIRECTORY: &str = "/proc/sys/net/ipv4/conf";
 
 /// Returns problems with IPv4 routing; each names a sysctl, its value and the expected value. Skips unreadable sysctls.
-pub fn ipv4_problems(interface: &str) -> Vec<String> {
-    let value = |directory: &str, name: &str| {
-        let text = std::fs::read_to_string(Path::new(SYSCTL_DIRECTORY).join(directory).join(name)).ok()?;
+pub fn ipv4_routing_problems(interface: &str) -> Vec<String> {
+    let sysctl_value = |directory: &str, name: &str| {
+        let text = std::fs::read_to_string(Path::new(IPV4_SYSCTL_DIRECTORY).join(directory).join(name)).ok()?;
         text.trim().parse().ok()
     };
-    problems_of(interface, value)
+    problems_of_sysctls(interface, sysctl_value)
 }
 
 /// Returns the problem with routing IPv6 replies, if any. Linux forwards for all devices or for none, and has no
 /// setting for redirects: hosts ignore redirects for routes by other addresses than the router's link-local one.
-pub fn ipv6_problem() -> Option<String> {
-    ipv6_problem_of(&std::fs::read_to_string("/proc/sys/net/ipv6/conf/all/forwarding").ok()?)
+pub fn ipv6_routing_problem() -> Option<String> {
+    problem_of_ipv6_forwarding(&std::fs::read_to_string("/proc/sys/net/ipv6/conf/all/forwarding").ok()?)
 }
 
-fn ipv6_problem_of(forwarding: &str) -> Option<String> {
+fn problem_of_ipv6_forwarding(forwarding: &str) -> Option<String> {
     (forwarding.trim() == "0").then(|| {
         "net.ipv6.conf.all.forwarding is 0: expected 1, or no IPv6 answer of a server whose timestamps are by \"lb\" \
          reaches a client"
@@ -30,7 +30,7 @@ fn ipv6_problem_of(forwarding: &str) -> Option<String> {
 }
 
 /// Returns the problems with the sysctls of an interface. `value` returns a sysctl's value by its directory and name.
-fn problems_of(interface: &str, value: impl Fn(&str, &str) -> Option<u32>) -> Vec<String> {
+fn problems_of_sysctls(interface: &str, value: impl Fn(&str, &str) -> Option<u32>) -> Vec<String> {
     let mut problems = Vec::new();
     // IN_DEV_FORWARD() in include/linux/inetdevice.h reads the device's value; net.ipv4.ip_forward sets all of them.
     if value(interface, "forwarding") == Some(0) {
@@ -57,30 +57,32 @@ mod tests {
     use super::*;
 
     #[test]
-    fn missing_ipv6_forwarding_is_named() {
-        assert_eq!(ipv6_problem_of("1\n"), None);
-        assert!(ipv6_problem_of("0\n").unwrap().starts_with("net.ipv6.conf.all.forwarding is 0: expected 1"));
+    fn problem_names_missing_ipv6_forwarding() {
+        assert_eq!(problem_of_ipv6_forwarding("1\n"), None);
+        assert!(
+            problem_of_ipv6_forwarding("0\n").unwrap().starts_with("net.ipv6.conf.all.forwarding is 0: expected 1")
+        );
     }
 
     #[test]
-    fn routing_problems_are_named() {
-        let with = |forwarding: u32, all: u32, own: u32| {
-            problems_of("eth7", |directory, name| match (directory, name) {
+    fn problems_name_the_wrong_ipv4_sysctls() {
+        let problems_with_values = |forwarding: u32, all: u32, own: u32| {
+            problems_of_sysctls("eth7", |directory, name| match (directory, name) {
                 ("eth7", "forwarding") => Some(forwarding),
                 ("all", "send_redirects") => Some(all),
                 ("eth7", "send_redirects") => Some(own),
                 other => panic!("{other:?}"),
             })
         };
-        assert!(with(1, 0, 0).is_empty());
-        let all = with(0, 1, 1).join("\n");
+        assert!(problems_with_values(1, 0, 0).is_empty());
+        let all_problems = problems_with_values(0, 1, 1).join("\n");
         for named in [
             "net.ipv4.conf.eth7.forwarding is 0: expected 1",
             "conf.all.send_redirects is 1: expected 0",
             "conf.eth7.send_redirects",
         ] {
-            assert!(all.contains(named), "{all}");
+            assert!(all_problems.contains(named), "{all_problems}");
         }
-        assert!(ipv4_problems("there is no such device").iter().all(|problem| problem.contains("conf.all.")));
+        assert!(ipv4_routing_problems("there is no such device").iter().all(|problem| problem.contains("conf.all.")));
     }
 }

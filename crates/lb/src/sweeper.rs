@@ -9,7 +9,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
-use coreward_model::connection_table::{Connection, ConnectionIndex, Timeouts};
+use coreward_model::connection_table::{Connection, ConnectionIndex, ConnectionTimeouts};
 use coreward_model::{ServerId, ServiceAddress};
 use coreward_wire::sockets::MAX_CLIENTS_PER_QUERY;
 use coreward_wire::{SocketAnswer, SocketQuery};
@@ -21,35 +21,35 @@ const MAX_OPEN_QUERIES_PER_SERVER: usize = 2;
 /// Time after which an open query without an answer counts as lost.
 const QUERY_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time after which a connection that still has a socket is checked again; the idle time, if that is shorter.
-const RECHECK_INTERVAL: Duration = Duration::from_secs(60);
+const SOCKET_RECHECK_INTERVAL: Duration = Duration::from_secs(60);
 /// Interval of queries to a server whose agent is absent, to detect its return.
-const ABSENT_AGENT_RETRY: Duration = Duration::from_secs(5);
+const ABSENT_AGENT_QUERY_INTERVAL: Duration = Duration::from_secs(5);
 /// Time of absence after which connections are freed by age alone. Before, agent or controller may be restarting.
 const MAX_AGENT_ABSENCE: Duration = Duration::from_secs(60);
 /// Interval at which outdated state of the sweeper is removed.
 const PRUNE_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Key of a queue of connections: server and service, because a query is about one service of one agent.
-type QueueKey = (ServerId, ServiceAddress);
+type QueryQueueKey = (ServerId, ServiceAddress);
 
 /// Sweeper of the connection table, with connections that wait for a query, and open queries to agents.
 #[derive(Debug)]
 pub struct Sweeper {
     requery_interval: Duration,
     last_query_number: u64,
-    queued_connections: BTreeMap<QueueKey, Vec<Connection>>,
+    queued_connections: BTreeMap<QueryQueueKey, Vec<Connection>>,
     open_queries: BTreeMap<u64, OpenQuery>,
     open_query_counts: HashMap<ServerId, usize>,
     /// Time from which a connection may be queued again, by table index.
-    requery_times: HashMap<ConnectionIndex, Duration>,
+    earliest_requery_times: HashMap<ConnectionIndex, Duration>,
     absent_agents: HashMap<ServerId, AbsentAgent>,
-    last_queried_key: Option<QueueKey>,
-    last_prune: Duration,
+    last_queried_queue: Option<QueryQueueKey>,
+    last_pruned_at: Duration,
 }
 
 #[derive(Debug)]
 struct OpenQuery {
-    server: ServerId,
+    server_id: ServerId,
     connections: Vec<Connection>,
     expires_at: Duration,
 }
@@ -61,157 +61,168 @@ struct AbsentAgent {
 }
 
 impl Sweeper {
-    pub fn new(timers: &Timeouts) -> Self {
+    pub fn new(timers: &ConnectionTimeouts) -> Self {
         Self {
-            requery_interval: RECHECK_INTERVAL.min(timers.idle),
+            requery_interval: SOCKET_RECHECK_INTERVAL.min(timers.idle),
             last_query_number: 0,
             queued_connections: BTreeMap::new(),
             open_queries: BTreeMap::new(),
             open_query_counts: HashMap::new(),
-            requery_times: HashMap::new(),
+            earliest_requery_times: HashMap::new(),
             absent_agents: HashMap::new(),
-            last_queried_key: None,
-            last_prune: Duration::ZERO,
+            last_queried_queue: None,
+            last_pruned_at: Duration::ZERO,
         }
     }
 
     /// Queues expired connections for queries. Returns the connections to free without an answer, because their agent
     /// has been absent for too long.
-    pub fn queue(&mut self, due: &[(Connection, ServiceAddress)], now: Duration) -> Vec<Connection> {
-        let mut free = Vec::new();
+    pub fn queue_expired_connections(
+        &mut self,
+        due: &[(Connection, ServiceAddress)],
+        now: Duration,
+    ) -> Vec<Connection> {
+        let mut connections_to_free = Vec::new();
         for (connection, service) in due {
-            if self.requery_times.get(&connection.index).is_some_and(|until| *until > now) {
+            if self.earliest_requery_times.get(&connection.index).is_some_and(|until| *until > now) {
                 continue;
             }
-            let queue = (connection.identity.server, *service);
-            if self.is_agent_lost(queue.0, now)
-                && self.queued_connections.get(&queue).is_some_and(|waiting| !waiting.is_empty())
+            let queue_key = (connection.identity.server, *service);
+            if self.is_agent_absent_too_long(queue_key.0, now)
+                && self.queued_connections.get(&queue_key).is_some_and(|waiting| !waiting.is_empty())
             {
                 // One connection stays queued: its query detects the agent's return.
-                free.push(*connection);
+                connections_to_free.push(*connection);
                 continue;
             }
-            self.requery_times.insert(connection.index, Duration::MAX);
-            self.queued_connections.entry(queue).or_default().push(*connection);
+            self.earliest_requery_times.insert(connection.index, Duration::MAX);
+            self.queued_connections.entry(queue_key).or_default().push(*connection);
         }
-        free
+        connections_to_free
     }
 
-    fn is_agent_lost(&self, server: ServerId, now: Duration) -> bool {
+    fn is_agent_absent_too_long(&self, server: ServerId, now: Duration) -> bool {
         self.absent_agents.get(&server).is_some_and(|away| now.saturating_sub(away.absent_since) >= MAX_AGENT_ABSENCE)
     }
 
     fn can_query(&self, server: ServerId, now: Duration) -> bool {
-        let most = match self.absent_agents.get(&server) {
+        let max_open_queries = match self.absent_agents.get(&server) {
             Some(away) if now < away.next_query_at => 0,
             Some(_) => 1,
             None => MAX_OPEN_QUERIES_PER_SERVER,
         };
-        self.open_query_counts.get(&server).copied().unwrap_or(0) < most
+        self.open_query_counts.get(&server).copied().unwrap_or(0) < max_open_queries
     }
 
     /// Returns up to `most` queries, taken from all queues in turn.
     pub fn next_queries(&mut self, now: Duration, most: usize) -> Vec<SocketQuery> {
-        self.expire_queries(now);
-        self.prune(now);
+        self.remove_timed_out_queries(now);
+        self.prune_expired_state(now);
         let most = most.min(MAX_OPEN_QUERIES - self.open_queries.len().min(MAX_OPEN_QUERIES));
-        let mut queries = Vec::new();
+        let mut socket_queries = Vec::new();
         for queue in self.rotated_queues() {
-            if queries.len() == most {
+            if socket_queries.len() == most {
                 break;
             }
             if self.can_query(queue.0, now) {
-                queries.extend(self.next_query_of(queue, now));
-                self.last_queried_key = Some(queue);
+                socket_queries.extend(self.next_query_of_queue(queue, now));
+                self.last_queried_queue = Some(queue);
             }
         }
-        queries
+        socket_queries
     }
 
     /// Returns the keys of all queues, starting after the queue of the last query.
-    fn rotated_queues(&self) -> Vec<QueueKey> {
-        let queues = self.queued_connections.keys().copied();
-        let Some(cursor) = self.last_queried_key else { return queues.collect() };
-        let (before, behind): (Vec<_>, Vec<_>) = queues.partition(|queue| *queue <= cursor);
+    fn rotated_queues(&self) -> Vec<QueryQueueKey> {
+        let queue_keys = self.queued_connections.keys().copied();
+        let Some(cursor) = self.last_queried_queue else { return queue_keys.collect() };
+        let (before, behind): (Vec<_>, Vec<_>) = queue_keys.partition(|queue| *queue <= cursor);
         behind.into_iter().chain(before).collect()
     }
 
-    fn next_query_of(&mut self, queue: QueueKey, now: Duration) -> Option<SocketQuery> {
-        let waiting = self.queued_connections.get_mut(&queue)?;
-        let connections: Vec<Connection> = waiting.drain(..waiting.len().min(MAX_CLIENTS_PER_QUERY)).collect();
-        if waiting.is_empty() {
+    fn next_query_of_queue(&mut self, queue: QueryQueueKey, now: Duration) -> Option<SocketQuery> {
+        let queued_connections = self.queued_connections.get_mut(&queue)?;
+        let connections: Vec<Connection> =
+            queued_connections.drain(..queued_connections.len().min(MAX_CLIENTS_PER_QUERY)).collect();
+        if queued_connections.is_empty() {
             self.queued_connections.remove(&queue);
         }
-        let (server, service) = queue;
-        let clients = connections.iter().map(|connection| connection.client).collect();
+        let (server_id, service) = queue;
+        let client_addresses = connections.iter().map(|connection| connection.client).collect();
         self.last_query_number += 1;
-        *self.open_query_counts.entry(server).or_default() += 1;
+        *self.open_query_counts.entry(server_id).or_default() += 1;
         self.open_queries
-            .insert(self.last_query_number, OpenQuery { server, connections, expires_at: now + QUERY_TIMEOUT });
-        Some(SocketQuery { number: self.last_query_number, load_balancer_session: 0, server, service, clients })
+            .insert(self.last_query_number, OpenQuery { server_id, connections, expires_at: now + QUERY_TIMEOUT });
+        Some(SocketQuery {
+            number: self.last_query_number,
+            load_balancer_session: 0,
+            server: server_id,
+            service,
+            clients: client_addresses,
+        })
     }
 
-    pub fn handle_answer(&mut self, answer: &SocketAnswer, now: Duration) -> Vec<Connection> {
+    pub fn handle_socket_answer(&mut self, answer: &SocketAnswer, now: Duration) -> Vec<Connection> {
         let Some(asked) = self.close_query(answer.number) else { return Vec::new() };
-        if answer.is_absent() {
+        if answer.is_agent_absent() {
             return self.mark_agent_absent(asked, now);
         }
-        if asked.connections.len() != answer.is_open.len() {
+        if asked.connections.len() != answer.socket_exists.len() {
             self.allow_requery(&asked.connections);
             return Vec::new();
         }
-        self.absent_agents.remove(&asked.server);
-        let mut gone = Vec::new();
-        for (connection, open) in asked.connections.into_iter().zip(&answer.is_open) {
+        self.absent_agents.remove(&asked.server_id);
+        let mut closed_connections = Vec::new();
+        for (connection, open) in asked.connections.into_iter().zip(&answer.socket_exists) {
             if *open {
-                self.requery_times.insert(connection.index, now + self.requery_interval);
+                self.earliest_requery_times.insert(connection.index, now + self.requery_interval);
             } else {
-                self.requery_times.remove(&connection.index);
-                gone.push(connection);
+                self.earliest_requery_times.remove(&connection.index);
+                closed_connections.push(connection);
             }
         }
-        gone
+        closed_connections
     }
 
     fn close_query(&mut self, number: u64) -> Option<OpenQuery> {
-        let asked = self.open_queries.remove(&number)?;
-        if let Some(count) = self.open_query_counts.get_mut(&asked.server) {
+        let closed_query = self.open_queries.remove(&number)?;
+        if let Some(count) = self.open_query_counts.get_mut(&closed_query.server_id) {
             *count -= 1;
             if *count == 0 {
-                self.open_query_counts.remove(&asked.server);
+                self.open_query_counts.remove(&closed_query.server_id);
             }
         }
-        Some(asked)
+        Some(closed_query)
     }
 
     /// Records that an agent is absent. Returns the connections that may be freed nevertheless.
     fn mark_agent_absent(&mut self, asked: OpenQuery, now: Duration) -> Vec<Connection> {
         self.allow_requery(&asked.connections);
-        let away =
-            self.absent_agents.entry(asked.server).or_insert(AbsentAgent { absent_since: now, next_query_at: now });
-        away.next_query_at = now + ABSENT_AGENT_RETRY;
-        if self.is_agent_lost(asked.server, now) { asked.connections } else { Vec::new() }
+        let absent_agent =
+            self.absent_agents.entry(asked.server_id).or_insert(AbsentAgent { absent_since: now, next_query_at: now });
+        absent_agent.next_query_at = now + ABSENT_AGENT_QUERY_INTERVAL;
+        if self.is_agent_absent_too_long(asked.server_id, now) { asked.connections } else { Vec::new() }
     }
 
     fn allow_requery(&mut self, connections: &[Connection]) {
         for connection in connections {
-            self.requery_times.remove(&connection.index);
+            self.earliest_requery_times.remove(&connection.index);
         }
     }
 
     /// Removes queries that have timed out. The next sweep queues their connections again.
-    fn expire_queries(&mut self, now: Duration) {
-        let over: Vec<u64> =
+    fn remove_timed_out_queries(&mut self, now: Duration) {
+        let timed_out_numbers: Vec<u64> =
             self.open_queries.iter().filter(|(_, asked)| asked.expires_at <= now).map(|(number, _)| *number).collect();
-        for asked in over.into_iter().filter_map(|number| self.close_query(number)).collect::<Vec<_>>() {
+        for asked in timed_out_numbers.into_iter().filter_map(|number| self.close_query(number)).collect::<Vec<_>>() {
             self.mark_agent_absent(asked, now);
         }
     }
 
-    fn prune(&mut self, now: Duration) {
-        if now.saturating_sub(self.last_prune) >= PRUNE_INTERVAL {
-            self.requery_times.retain(|_, until| *until > now);
-            self.last_prune = now;
+    fn prune_expired_state(&mut self, now: Duration) {
+        if now.saturating_sub(self.last_pruned_at) >= PRUNE_INTERVAL {
+            self.earliest_requery_times.retain(|_, until| *until > now);
+            self.last_pruned_at = now;
         }
     }
 }
@@ -223,217 +234,235 @@ mod tests {
 
     use super::*;
 
-    fn due(slot: u32, server: u64) -> (Connection, ServiceAddress) {
-        let identity = EntryIdentity { tag: slot, generation: 0, service: 0, server: server.try_into().unwrap() };
+    fn due_connection(slot: u32, server: u64) -> (Connection, ServiceAddress) {
+        let entry_identity = EntryIdentity { tag: slot, generation: 0, service: 0, server: server.try_into().unwrap() };
         let connection = Connection {
             index: ConnectionIndex::new(slot / 1024, slot % 1024),
-            identity,
+            identity: entry_identity,
             client: format!("10.1.0.7:{}", 1000 + slot % 1024).parse().unwrap(),
-            packets: 2,
+            packet_count: 2,
             bytes: 200,
             opened_at: ClockTicks(0),
-            last_seen: ClockTicks(0),
+            last_packet_at: ClockTicks(0),
             is_closing: false,
         };
-        let service = ServiceAddress { socket: "10.200.0.1:80".parse().unwrap(), protocol: Protocol::Tcp };
-        (connection, service)
+        let service_address = ServiceAddress { socket: "10.200.0.1:80".parse().unwrap(), protocol: Protocol::Tcp };
+        (connection, service_address)
     }
 
     fn at(seconds: u64) -> Duration {
         Duration::from_secs(seconds)
     }
 
-    fn servers(queries: &[SocketQuery]) -> Vec<(u16, usize)> {
+    fn queried_servers(queries: &[SocketQuery]) -> Vec<(u16, usize)> {
         queries.iter().map(|query| (query.server.get(), query.clients.len())).collect()
     }
 
     #[test]
     fn connection_with_a_socket_is_checked_again() {
-        let mut sweeper = Sweeper::new(&Timeouts::default());
-        let all = [due(1, 7), due(2, 8), due(3, 7)];
-        assert_eq!(sweeper.queue(&all, at(0)), []);
-        let queries = sweeper.next_queries(at(0), 10);
-        assert_eq!(servers(&queries), [(7, 2), (8, 1)]);
-        sweeper.queue(&all, at(1));
+        let mut sweeper = Sweeper::new(&ConnectionTimeouts::default());
+        let due_connections = [due_connection(1, 7), due_connection(2, 8), due_connection(3, 7)];
+        assert_eq!(sweeper.queue_expired_connections(&due_connections, at(0)), []);
+        let socket_queries = sweeper.next_queries(at(0), 10);
+        assert_eq!(queried_servers(&socket_queries), [(7, 2), (8, 1)]);
+        sweeper.queue_expired_connections(&due_connections, at(1));
         assert_eq!(sweeper.next_queries(at(1), 10), [], "they are under way");
-        assert_eq!(sweeper.handle_answer(&queries[0].answer(vec![true, false]), at(1)), [all[2].0]);
+        assert_eq!(
+            sweeper.handle_socket_answer(&socket_queries[0].answer(vec![true, false]), at(1)),
+            [due_connections[2].0]
+        );
         sweeper.next_queries(at(6), 10);
-        sweeper.queue(&all[..2], at(6));
-        assert_eq!(servers(&sweeper.next_queries(at(11), 10)), [(8, 1)]);
-        sweeper.queue(&all[..1], at(61));
-        assert_eq!(servers(&sweeper.next_queries(at(61), 10)), [(7, 1)]);
+        sweeper.queue_expired_connections(&due_connections[..2], at(6));
+        assert_eq!(queried_servers(&sweeper.next_queries(at(11), 10)), [(8, 1)]);
+        sweeper.queue_expired_connections(&due_connections[..1], at(61));
+        assert_eq!(queried_servers(&sweeper.next_queries(at(61), 10)), [(7, 1)]);
     }
 
     #[test]
-    fn outstanding_socket_queries_are_bounded() {
-        let mut sweeper = Sweeper::new(&Timeouts::default());
-        let all: Vec<_> = (0..2000).map(|slot| due(slot, u64::from(slot % 2))).collect();
-        sweeper.queue(&all, at(0));
-        assert_eq!(servers(&sweeper.next_queries(at(0), 100)), [(0, 256), (1, 256)]);
-        assert_eq!(servers(&sweeper.next_queries(at(0), 100)), [(0, 256), (1, 256)]);
+    fn number_of_open_queries_is_limited() {
+        let mut sweeper = Sweeper::new(&ConnectionTimeouts::default());
+        let due_connections: Vec<_> = (0..2000).map(|slot| due_connection(slot, u64::from(slot % 2))).collect();
+        sweeper.queue_expired_connections(&due_connections, at(0));
+        assert_eq!(queried_servers(&sweeper.next_queries(at(0), 100)), [(0, 256), (1, 256)]);
+        assert_eq!(queried_servers(&sweeper.next_queries(at(0), 100)), [(0, 256), (1, 256)]);
         assert_eq!(sweeper.next_queries(at(0), 100), []);
-        let many: Vec<_> = (2000..2200).map(|slot| due(slot, u64::from(slot))).collect();
-        sweeper.queue(&many, at(1));
+        let more_due_connections: Vec<_> = (2000..2200).map(|slot| due_connection(slot, u64::from(slot))).collect();
+        sweeper.queue_expired_connections(&more_due_connections, at(1));
         assert_eq!(sweeper.next_queries(at(1), 10).len(), 10);
         assert_eq!(sweeper.next_queries(at(1), 1000).len(), MAX_OPEN_QUERIES - 4 - 10);
         assert_eq!(sweeper.next_queries(at(2), 1000), []);
     }
 
     #[test]
-    fn servers_are_asked_in_turn() {
-        let mut sweeper = Sweeper::new(&Timeouts::default());
-        let all: Vec<_> = (0..90).map(|slot| due(slot, u64::from(slot % 9))).collect();
-        sweeper.queue(&all, at(0));
-        let mut asked = Vec::new();
+    fn servers_are_queried_in_turn() {
+        let mut sweeper = Sweeper::new(&ConnectionTimeouts::default());
+        let due_connections: Vec<_> = (0..90).map(|slot| due_connection(slot, u64::from(slot % 9))).collect();
+        sweeper.queue_expired_connections(&due_connections, at(0));
+        let mut all_queried_servers = Vec::new();
         for _ in 0..3 {
-            let queries = sweeper.next_queries(at(0), 3);
-            asked.extend(servers(&queries).into_iter().map(|(server, _)| server));
+            let socket_queries = sweeper.next_queries(at(0), 3);
+            all_queried_servers.extend(queried_servers(&socket_queries).into_iter().map(|(server, _)| server));
         }
-        assert_eq!(asked, [0, 1, 2, 3, 4, 5, 6, 7, 8]);
+        assert_eq!(all_queried_servers, [0, 1, 2, 3, 4, 5, 6, 7, 8]);
     }
 
     #[test]
-    fn unexpected_socket_answer_frees_no_entry() {
-        let mut sweeper = Sweeper::new(&Timeouts::default());
-        sweeper.queue(&[due(1, 7)], at(0));
+    fn unexpected_socket_answer_frees_no_connection() {
+        let mut sweeper = Sweeper::new(&ConnectionTimeouts::default());
+        sweeper.queue_expired_connections(&[due_connection(1, 7)], at(0));
         let query = sweeper.next_queries(at(0), 10).remove(0);
         assert_eq!(
-            sweeper.handle_answer(&SocketAnswer { number: 99, load_balancer_session: 0, is_open: vec![false] }, at(0)),
+            sweeper.handle_socket_answer(
+                &SocketAnswer { number: 99, load_balancer_session: 0, socket_exists: vec![false] },
+                at(0)
+            ),
             []
         );
-        assert_eq!(sweeper.handle_answer(&query.answer(vec![false, false]), at(0)), []);
-        assert_eq!(sweeper.handle_answer(&query.answer(vec![false]), at(0)), [], "it is answered");
+        assert_eq!(sweeper.handle_socket_answer(&query.answer(vec![false, false]), at(0)), []);
+        assert_eq!(sweeper.handle_socket_answer(&query.answer(vec![false]), at(0)), [], "it is answered");
     }
 
     #[test]
-    fn connections_of_an_agent_that_stays_away_are_freed_after_a_minute() {
-        let mut sweeper = Sweeper::new(&Timeouts::default());
-        let all: Vec<_> = (0..1000).map(|slot| due(slot, 7)).collect();
-        let mut freed = Vec::new();
+    fn connections_of_an_absent_agent_are_freed_after_a_minute() {
+        let mut sweeper = Sweeper::new(&ConnectionTimeouts::default());
+        let due_connections: Vec<_> = (0..1000).map(|slot| due_connection(slot, 7)).collect();
+        let mut freed_connections = Vec::new();
         for second in 0..100 {
-            let mut now = sweeper.queue(&all, at(second));
+            let mut now = sweeper.queue_expired_connections(&due_connections, at(second));
             for query in sweeper.next_queries(at(second), 10) {
-                now.extend(sweeper.handle_answer(&query.absent_answer(), at(second)));
+                now.extend(sweeper.handle_socket_answer(&query.answer_without_agent(), at(second)));
             }
             assert!(second >= 60 || now.is_empty(), "after {second} s");
-            freed.extend(now);
+            freed_connections.extend(now);
         }
-        assert!(all.iter().all(|(connection, _)| freed.contains(connection)));
-        sweeper.queue(&all, at(100));
+        assert!(due_connections.iter().all(|(connection, _)| freed_connections.contains(connection)));
+        sweeper.queue_expired_connections(&due_connections, at(100));
         let query = sweeper.next_queries(at(100), 10).remove(0);
-        let open = vec![true; query.clients.len()];
-        assert_eq!(sweeper.handle_answer(&query.answer(open), at(100)), []);
-        assert_eq!(sweeper.queue(&all, at(200)), []);
+        let are_open = vec![true; query.clients.len()];
+        assert_eq!(sweeper.handle_socket_answer(&query.answer(are_open), at(100)), []);
+        assert_eq!(sweeper.queue_expired_connections(&due_connections, at(200)), []);
     }
 
     /// Simulation of the connection table in virtual time: used entries, and connections with a socket.
-    struct Simulation {
+    struct ConnectionTableSimulation {
         sweeper: Sweeper,
-        entries: Vec<Option<Connection>>,
-        free: Vec<usize>,
+        table_entries: Vec<Option<Connection>>,
+        free_slots: Vec<usize>,
         /// Tick at which each entry's socket ends, by slot.
-        open_until: Vec<u32>,
-        next_position: usize,
+        socket_end_by_slot: Vec<u32>,
+        next_swept_slot: usize,
     }
 
     const SERVER_COUNT: u64 = 1000;
-    const CALLS_PER_SECOND: u32 = 10;
-    const CONNECTION_CALLS: u32 = 60 * CALLS_PER_SECOND;
-    const SWEEP_CALLS: usize = 10;
+    const TICKS_PER_SECOND: u32 = 10;
+    const CONNECTION_TICKS: u32 = 60 * TICKS_PER_SECOND;
+    const TICKS_PER_SWEEP: usize = 10;
 
-    impl Simulation {
+    impl ConnectionTableSimulation {
         fn new(entries: usize) -> Self {
             Self {
-                sweeper: Sweeper::new(&Timeouts::default()),
-                entries: vec![None; entries],
-                free: (0..entries).rev().collect(),
-                open_until: vec![0; entries],
-                next_position: 0,
+                sweeper: Sweeper::new(&ConnectionTimeouts::default()),
+                table_entries: vec![None; entries],
+                free_slots: (0..entries).rev().collect(),
+                socket_end_by_slot: vec![0; entries],
+                next_swept_slot: 0,
             }
         }
 
-        fn open(&mut self, server: u64, beat: u32) -> bool {
-            let Some(position) = self.free.pop() else { return false };
-            let (mut connection, _) = due(position as u32, server);
+        fn open_connection(&mut self, server: u64, beat: u32) -> bool {
+            let Some(position) = self.free_slots.pop() else { return false };
+            let (mut connection, _) = due_connection(position as u32, server);
             connection.is_closing = true;
             // The connection ends, with its last packet, after a minute; TIME-WAIT follows.
-            connection.last_seen = ClockTicks(beat + CONNECTION_CALLS);
-            self.entries[position] = Some(connection);
-            self.open_until[position] = beat + 2 * CONNECTION_CALLS;
+            connection.last_packet_at = ClockTicks(beat + CONNECTION_TICKS);
+            self.table_entries[position] = Some(connection);
+            self.socket_end_by_slot[position] = beat + 2 * CONNECTION_TICKS;
             true
         }
 
-        fn position(connection: &Connection) -> usize {
+        fn slot_of(connection: &Connection) -> usize {
             (connection.index.partition() * 1024 + connection.index.slot()) as usize
         }
 
-        fn release(&mut self, connections: Vec<Connection>) {
+        fn free_entries(&mut self, connections: Vec<Connection>) {
             for connection in connections {
-                let position = Self::position(&connection);
-                if self.entries[position].take().is_some() {
-                    self.free.push(position);
+                let entry_slot = Self::slot_of(&connection);
+                if self.table_entries[entry_slot].take().is_some() {
+                    self.free_slots.push(entry_slot);
                 }
             }
         }
 
         /// Advances the simulation by a tenth of a second. `answers` returns the behaviour of a server's agent.
-        fn tick(&mut self, beat: u32, answers: impl Fn(u64) -> Agent) {
-            let service = due(0, 0).1;
-            let slice = self.entries.len() / SWEEP_CALLS;
-            let inspected = (0..slice).filter_map(|n| self.entries[(self.next_position + n) % self.entries.len()]);
-            let over = inspected
-                .filter(|connection| connection.last_seen.0 + CONNECTION_CALLS <= beat)
-                .map(|connection| (connection, service));
-            let over: Vec<_> = over.collect();
-            self.next_position = (self.next_position + slice) % self.entries.len();
+        fn advance(&mut self, beat: u32, answers: impl Fn(u64) -> AgentBehaviour) {
+            let service_address = due_connection(0, 0).1;
+            let swept_entry_count = self.table_entries.len() / TICKS_PER_SWEEP;
+            let swept_connections = (0..swept_entry_count)
+                .filter_map(|n| self.table_entries[(self.next_swept_slot + n) % self.table_entries.len()]);
+            let expired_connections = swept_connections
+                .filter(|connection| connection.last_packet_at.0 + CONNECTION_TICKS <= beat)
+                .map(|connection| (connection, service_address));
+            let expired_connections: Vec<_> = expired_connections.collect();
+            self.next_swept_slot = (self.next_swept_slot + swept_entry_count) % self.table_entries.len();
             let now = Duration::from_millis(u64::from(beat) * 100);
-            let free = self.sweeper.queue(&over, now);
-            self.release(free);
+            let freed_without_answer = self.sweeper.queue_expired_connections(&expired_connections, now);
+            self.free_entries(freed_without_answer);
             for query in self.sweeper.next_queries(now, 32) {
-                let asked = &self.sweeper.open_queries[&query.number].connections;
-                let open = asked.iter().map(|connection| self.open_until[Self::position(connection)] > beat).collect();
-                let gone = match answers(query.server.get().into()) {
-                    Agent::Responsive => self.sweeper.handle_answer(&query.answer(open), now),
-                    Agent::Absent => self.sweeper.handle_answer(&query.absent_answer(), now),
-                    Agent::Silent => Vec::new(),
+                let queried_connections = &self.sweeper.open_queries[&query.number].connections;
+                let are_open = queried_connections
+                    .iter()
+                    .map(|connection| self.socket_end_by_slot[Self::slot_of(connection)] > beat)
+                    .collect();
+                let freed_by_answer = match answers(query.server.get().into()) {
+                    AgentBehaviour::Responsive => self.sweeper.handle_socket_answer(&query.answer(are_open), now),
+                    AgentBehaviour::Absent => self.sweeper.handle_socket_answer(&query.answer_without_agent(), now),
+                    AgentBehaviour::Silent => Vec::new(),
                 };
-                self.release(gone);
+                self.free_entries(freed_by_answer);
             }
         }
 
-        fn in_use(&self) -> usize {
-            self.entries.len() - self.free.len()
+        fn used_entry_count(&self) -> usize {
+            self.table_entries.len() - self.free_slots.len()
         }
     }
 
     #[derive(Clone, Copy)]
-    enum Agent {
+    enum AgentBehaviour {
         Responsive,
         Absent,
         Silent,
     }
 
     /// Returns the ratio of the entries used after ten minutes to the connections that live or are in TIME-WAIT.
-    fn occupancy(per_second: u32, dead: impl Fn(u64) -> Agent) -> f64 {
-        let mut simulation = Simulation::new(262_144);
-        let mut server = 0;
-        for beat in 0..10 * 60 * CALLS_PER_SECOND {
-            for _ in 0..per_second / CALLS_PER_SECOND {
-                server = (server + 1) % SERVER_COUNT;
-                assert!(simulation.open(server, beat), "the table is full after {} s", beat / CALLS_PER_SECOND);
+    fn occupancy_ratio(per_second: u32, dead: impl Fn(u64) -> AgentBehaviour) -> f64 {
+        let mut simulation = ConnectionTableSimulation::new(262_144);
+        let mut next_server = 0;
+        for beat in 0..10 * 60 * TICKS_PER_SECOND {
+            for _ in 0..per_second / TICKS_PER_SECOND {
+                next_server = (next_server + 1) % SERVER_COUNT;
+                assert!(
+                    simulation.open_connection(next_server, beat),
+                    "the table is full after {} s",
+                    beat / TICKS_PER_SECOND
+                );
             }
-            simulation.tick(beat, &dead);
+            simulation.advance(beat, &dead);
         }
-        let live = f64::from(per_second) * f64::from(2 * CONNECTION_CALLS / CALLS_PER_SECOND);
-        simulation.in_use() as f64 / live
+        let live_connection_count = f64::from(per_second) * f64::from(2 * CONNECTION_TICKS / TICKS_PER_SECOND);
+        simulation.used_entry_count() as f64 / live_connection_count
     }
 
     #[test]
-    fn occupancy_is_that_of_live_connections_with_a_tenth_of_the_agents_dead() {
-        for dead in [Agent::Responsive, Agent::Absent, Agent::Silent] {
+    fn table_holds_only_live_connections_although_a_tenth_of_agents_is_dead() {
+        for dead in [AgentBehaviour::Responsive, AgentBehaviour::Absent, AgentBehaviour::Silent] {
             // The dead servers are the first ones of the rotation.
-            let occupancy = occupancy(1000, |server| if server < SERVER_COUNT / 10 { dead } else { Agent::Responsive });
-            assert!((0.9..1.1).contains(&occupancy), "{occupancy}");
+            let occupancy_ratio =
+                occupancy_ratio(
+                    1000,
+                    |server| if server < SERVER_COUNT / 10 { dead } else { AgentBehaviour::Responsive },
+                );
+            assert!((0.9..1.1).contains(&occupancy_ratio), "{occupancy_ratio}");
         }
     }
 }

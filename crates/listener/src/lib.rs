@@ -15,19 +15,19 @@ const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time limit for the registration of a stream, at the controller and at racks.
 pub const REGISTRATION_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum number of concurrent streams of one connection: a daemon opens one, a command several.
-const MAX_STREAMS: u32 = 32;
+const MAX_STREAMS_PER_CONNECTION: u32 = 32;
 /// Maximum HTTP/2 frame size in bytes, the smallest that HTTP/2 permits.
-const FRAME_BYTES: u32 = 16 << 10;
+const MAX_FRAME_BYTES: u32 = 16 << 10;
 /// HTTP/2 flow-control window in bytes, with room for a rack's summaries of one interval.
-const WINDOW_BYTES: u32 = 256 << 10;
+const FLOW_CONTROL_WINDOW_BYTES: u32 = 256 << 10;
 
 /// Returns the builder of a gRPC server, for the controller and racks, that detects broken connections.
 pub fn builder() -> tonic::transport::Server {
     tonic::transport::Server::builder()
         .http2_keepalive_interval(Some(KEEP_ALIVE_INTERVAL))
         .http2_keepalive_timeout(Some(KEEP_ALIVE_TIMEOUT))
-        .max_concurrent_streams(Some(MAX_STREAMS))
-        .max_frame_size(Some(FRAME_BYTES))
-        .initial_stream_window_size(WINDOW_BYTES)
-        .initial_connection_window_size(WINDOW_BYTES)
+        .max_concurrent_streams(Some(MAX_STREAMS_PER_CONNECTION))
+        .max_frame_size(Some(MAX_FRAME_BYTES))
+        .initial_stream_window_size(FLOW_CONTROL_WINDOW_BYTES)
+        .initial_connection_window_size(FLOW_CONTROL_WINDOW_BYTES)
 }

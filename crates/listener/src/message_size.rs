@@ -11,27 +11,27 @@ use tonic::server::NamedService;
 use tower_service::Service;
 
 /// Maximum message from load balancers and racks in bytes: the traffic counts of 16,384 servers are the largest.
-const MESSAGE_BYTES: usize = 4 << 20;
+const MAX_MESSAGE_BYTES: usize = 4 << 20;
 const AGENT_PATH: &str = "/coreward.v1.Control/Agent";
 
 /// [`ControlServer`] that accepts smaller messages from agents than from other peers. A larger message ends the stream
 /// before its body is read.
 pub struct SizedControl<T> {
-    agents: ControlServer<T>,
-    other_calls: ControlServer<T>,
+    agent_server: ControlServer<T>,
+    other_server: ControlServer<T>,
 }
 
 impl<T: Control> SizedControl<T> {
     pub fn new(methods: T) -> Self {
         let methods = Arc::new(methods);
-        let limited = |bytes| ControlServer::from_arc(methods.clone()).max_decoding_message_size(bytes);
-        Self { agents: limited(MAX_AGENT_MESSAGE_BYTES), other_calls: limited(MESSAGE_BYTES) }
+        let with_limit = |bytes| ControlServer::from_arc(methods.clone()).max_decoding_message_size(bytes);
+        Self { agent_server: with_limit(MAX_AGENT_MESSAGE_BYTES), other_server: with_limit(MAX_MESSAGE_BYTES) }
     }
 }
 
 impl<T> Clone for SizedControl<T> {
     fn clone(&self) -> Self {
-        Self { agents: self.agents.clone(), other_calls: self.other_calls.clone() }
+        Self { agent_server: self.agent_server.clone(), other_server: self.other_server.clone() }
     }
 }
 
@@ -53,6 +53,10 @@ where
     }
 
     fn call(&mut self, request: Request<B>) -> Self::Future {
-        if request.uri().path() == AGENT_PATH { self.agents.call(request) } else { self.other_calls.call(request) }
+        if request.uri().path() == AGENT_PATH {
+            self.agent_server.call(request)
+        } else {
+            self.other_server.call(request)
+        }
     }
 }

@@ -40,7 +40,7 @@ pub struct Security {
     /// Own certificates and key; `None`: connections are neither encrypted nor authenticated.
     pub tls: Option<Arc<Tls>>,
     /// Counters of rejected peers.
-    pub failures: Arc<FailureCounters>,
+    pub failure_counters: Arc<FailureCounters>,
     pub revoked: RevocationList,
 }
 
@@ -55,28 +55,40 @@ impl Security {
                  `allow_plaintext`"
             );
         }
-        let revoked = RevocationList::default();
-        revoked.set(config.revoked_certificates.iter().copied());
-        Ok(Self { tls: coreward_tls::table::load(config.tls)?, failures: Arc::default(), revoked })
+        let revocation_list = RevocationList::default();
+        revocation_list.set(config.revoked_certificates.iter().copied());
+        Ok(Self {
+            tls: coreward_tls::table::load(config.tls)?,
+            failure_counters: Arc::default(),
+            revoked: revocation_list,
+        })
     }
 
     /// Returns the acceptor for gRPC, which requires a certificate of one of these roles.
     pub fn grpc_acceptor(&self, accepted: &[Role], limits: AcceptorLimits) -> Arc<ConnectionAcceptor> {
-        let failures = self.failures.clone();
+        let failure_counters = self.failure_counters.clone();
         match &self.tls {
             Some(tls) => {
                 let (required, revoked) = (ClientCertificates::Required, self.revoked.clone());
-                ConnectionAcceptor::with_tls(tls.clone(), accepted, required, &["h2"], revoked, limits, failures)
+                ConnectionAcceptor::with_tls(
+                    tls.clone(),
+                    accepted,
+                    required,
+                    &["h2"],
+                    revoked,
+                    limits,
+                    failure_counters,
+                )
             }
-            None => ConnectionAcceptor::without_tls(limits, failures),
+            None => ConnectionAcceptor::without_tls(limits, failure_counters),
         }
     }
 
     /// Returns the acceptor for the API. Clients without a certificate of an operator or a viewer need a token, or get
     /// an HTTP error. An address of this host needs no encryption.
     pub fn api_acceptor(&self, address: SocketAddr) -> ApiAcceptor {
-        let failures = self.failures.clone();
-        let gate = match self.tls.clone().filter(|_| !address.ip().is_loopback()) {
+        let failure_counters = self.failure_counters.clone();
+        let acceptor = match self.tls.clone().filter(|_| !address.ip().is_loopback()) {
             Some(tls) => {
                 let (accepted, revoked) = (ClientCertificates::Optional, self.revoked.clone());
                 ConnectionAcceptor::with_tls(
@@ -86,12 +98,12 @@ impl Security {
                     &["http/1.1"],
                     revoked,
                     AcceptorLimits::default(),
-                    failures,
+                    failure_counters,
                 )
             }
-            None => ConnectionAcceptor::without_tls(AcceptorLimits::default(), failures),
+            None => ConnectionAcceptor::without_tls(AcceptorLimits::default(), failure_counters),
         };
-        ApiAcceptor(gate)
+        ApiAcceptor(acceptor)
     }
 
     /// Reads certificates again when their files change, forever.
@@ -104,7 +116,7 @@ impl Security {
 
     pub fn add_metrics(&self, page: &mut Snapshot) {
         self.tls.iter().for_each(|tls| add_certificate_expiry(tls, page));
-        for (reason, count) in self.failures.counts() {
+        for (reason, count) in self.failure_counters.counts() {
             page.add(&TLS_HANDSHAKE_FAILURES_TOTAL, [reason.name()], count as f64);
         }
     }
@@ -153,8 +165,8 @@ impl AuthenticatedPeer {
     }
 
     /// Requires one of these roles. Fails with PERMISSION_DENIED, which names the peer and the required roles.
-    pub fn require(&self, roles: &[Role]) -> Result<(), Status> {
-        self.caller.require(roles).inspect_err(|status| self.count_failure(FailureReason::WrongRole, status))
+    pub fn require_role(&self, roles: &[Role]) -> Result<(), Status> {
+        self.caller.require_role(roles).inspect_err(|status| self.count_failure(FailureReason::WrongRole, status))
     }
 
     pub fn require_name(&self, role: Role, name: &str) -> Result<(), Status> {
@@ -162,6 +174,6 @@ impl AuthenticatedPeer {
     }
 
     fn count_failure(&self, reason: FailureReason, status: &Status) {
-        self.security.failures.count(&self.caller, &Failure { reason, message: status.message().to_owned() });
+        self.security.failure_counters.count(&self.caller, &Failure { reason, message: status.message().to_owned() });
     }
 }

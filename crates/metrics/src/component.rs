@@ -96,9 +96,9 @@ metrics! {
 
 /// Returns a snapshot with the values that all daemons have in common.
 pub fn base_snapshot(part: Component) -> Snapshot {
-    let mut page = Snapshot::default();
-    page.add(&BUILD_INFO, [part.name(), env!("CARGO_PKG_VERSION")], 1.0);
-    page
+    let mut snapshot = Snapshot::default();
+    snapshot.add(&BUILD_INFO, [part.name(), env!("CARGO_PKG_VERSION")], 1.0);
+    snapshot
 }
 
 /// Adds a server's counters. `syns`: number of SYNs on the predicted receive queue, and on others.
@@ -117,7 +117,7 @@ pub fn add_server_counters<'a>(
 }
 
 /// Adds a load balancer's packets, events, connections and warnings.
-pub fn add_load_balancer(page: &mut Snapshot, name: &str, state: &v1::LoadBalancerState) {
+pub fn add_load_balancer_metrics(page: &mut Snapshot, name: &str, state: &v1::LoadBalancerState) {
     for (counter, count) in &state.counters {
         match counter.strip_prefix("drop_") {
             Some(reason) => page.add(&LB_DROPS_TOTAL, [name, reason], *count as f64),
@@ -138,24 +138,24 @@ pub fn add_health_checks<'a>(
     service: &str,
     servers: impl Iterator<Item = &'a v1::ServerHealth> + Clone,
 ) {
-    let failed: u64 = servers.clone().map(|server| server.failures).sum();
-    let made: u64 = servers.clone().map(|server| server.checks).sum();
-    page.add(&HEALTH_CHECKS_TOTAL, [service, "passed"], made.saturating_sub(failed) as f64);
-    page.add(&HEALTH_CHECKS_TOTAL, [service, "failed"], failed as f64);
+    let failed_count: u64 = servers.clone().map(|server| server.failures).sum();
+    let check_count: u64 = servers.clone().map(|server| server.checks).sum();
+    page.add(&HEALTH_CHECKS_TOTAL, [service, "passed"], check_count.saturating_sub(failed_count) as f64);
+    page.add(&HEALTH_CHECKS_TOTAL, [service, "failed"], failed_count as f64);
     for (verdict, up) in [("up", Some(true)), ("down", Some(false)), ("unknown", None)] {
         let count = servers.clone().filter(|server| server.up == up).count();
         page.add(&HEALTH_SERVERS, [service, verdict], count as f64);
     }
-    let slowest = servers.map(|server| server.latency_us).max().unwrap_or(0);
-    page.add(&HEALTH_CHECK_DURATION_MAX_SECONDS, [service], f64::from(slowest) / 1e6);
+    let slowest_latency_us = servers.map(|server| server.latency_us).max().unwrap_or(0);
+    page.add(&HEALTH_CHECK_DURATION_MAX_SECONDS, [service], f64::from(slowest_latency_us) / 1e6);
 }
 
 /// Adds the request counters of a server's dispatched UDP services.
-pub fn add_dispatch(page: &mut Snapshot, server: &str, services: &[v1::DispatchedService]) {
+pub fn add_dispatch_counters(page: &mut Snapshot, server: &str, services: &[v1::DispatchedService]) {
     for service in services {
         for worker in &service.workers {
-            let number = worker.worker.to_string();
-            let labels = [server, service.listen.as_str(), number.as_str()];
+            let worker_label = worker.worker.to_string();
+            let labels = [server, service.listen.as_str(), worker_label.as_str()];
             page.add(&DISPATCH_OUTSTANDING_REQUESTS, labels, worker.outstanding.into());
             page.add(&DISPATCH_QUEUED_DATAGRAMS, labels, worker.queued.into());
             page.add(&DISPATCH_DISPATCHED_TOTAL, labels, worker.dispatched as f64);
@@ -174,16 +174,16 @@ mod tests {
     use crate::table::METRICS;
 
     #[test]
-    fn dispatch_metrics_cover_the_table() {
+    fn dispatch_fills_every_metric_declared_for_it() {
         let worker = v1::DispatchedWorker { worker: 3, dispatched: 7, ..Default::default() };
         let service =
             v1::DispatchedService { listen: "0.0.0.0:53".to_owned(), workers: vec![worker], ..Default::default() };
-        let mut page = base_snapshot(Component::Dispatch);
-        add_dispatch(&mut page, "", &[service]);
-        let served = METRICS.iter().filter(|metric| metric.components.contains(&Component::Dispatch));
-        let expected: BTreeSet<&str> = served.map(|metric| metric.name).collect();
-        assert_eq!(page.names().collect::<BTreeSet<_>>(), expected);
+        let mut snapshot = base_snapshot(Component::Dispatch);
+        add_dispatch_counters(&mut snapshot, "", &[service]);
+        let dispatch_metrics = METRICS.iter().filter(|metric| metric.components.contains(&Component::Dispatch));
+        let expected: BTreeSet<&str> = dispatch_metrics.map(|metric| metric.name).collect();
+        assert_eq!(snapshot.names().collect::<BTreeSet<_>>(), expected);
         let line = "coreward_dispatch_dispatched_total{server=\"\",service=\"0.0.0.0:53\",worker=\"3\"} 7.0\n";
-        assert!(page.to_openmetrics().contains(line), "{}", page.to_openmetrics());
+        assert!(snapshot.to_openmetrics().contains(line), "{}", snapshot.to_openmetrics());
     }
 }

@@ -9,15 +9,15 @@ pub const BUCKET_BOUNDS_S: [f64; 13] =
 /// Histogram of the durations since the start of the process.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct LatencyHistogram {
-    counts: [u64; BUCKET_BOUNDS_S.len() + 1],
+    bucket_counts: [u64; BUCKET_BOUNDS_S.len() + 1],
     sum_s: f64,
 }
 
 impl LatencyHistogram {
     pub fn observe(&mut self, took: Duration) {
         let seconds = took.as_secs_f64();
-        let class = BUCKET_BOUNDS_S.iter().position(|bound| seconds <= *bound).unwrap_or(BUCKET_BOUNDS_S.len());
-        self.counts[class] += 1;
+        let bucket = BUCKET_BOUNDS_S.iter().position(|bound| seconds <= *bound).unwrap_or(BUCKET_BOUNDS_S.len());
+        self.bucket_counts[bucket] += 1;
         self.sum_s += seconds;
     }
 
@@ -28,12 +28,14 @@ impl LatencyHistogram {
 
     /// Returns the number of observed durations.
     pub fn count(&self) -> u64 {
-        self.counts.iter().sum()
+        self.bucket_counts.iter().sum()
     }
 
     /// Returns the number of durations in each bucket, not cumulative, with the bucket's upper bound (s).
     pub fn buckets(&self) -> [(f64, u64); BUCKET_BOUNDS_S.len() + 1] {
-        std::array::from_fn(|class| (BUCKET_BOUNDS_S.get(class).copied().unwrap_or(f64::MAX), self.counts[class]))
+        std::array::from_fn(|class| {
+            (BUCKET_BOUNDS_S.get(class).copied().unwrap_or(f64::MAX), self.bucket_counts[class])
+        })
     }
 }
 

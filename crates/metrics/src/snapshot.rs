@@ -14,47 +14,47 @@ use crate::table::{Family, Histogram, Metric, MetricKind};
 
 /// Maximum number of series per metric. Further series are combined into one with the label [`OTHERS_LABEL`]: their sum
 /// or maximum.
-pub const MAX_SERIES: usize = 2_000;
+pub const MAX_SERIES_PER_METRIC: usize = 2_000;
 /// Label of the combined series beyond [`MAX_SERIES_PER_METRIC`].
 pub const OTHERS_LABEL: &str = "(others)";
 
 /// Values of one metric, each with its labels.
-type Series = Vec<(Vec<String>, f64)>;
+type MetricSeries = Vec<(Vec<String>, f64)>;
 
 /// Values of metrics at one time, in the order of the metrics' names.
 #[derive(Debug, Clone, Default)]
 pub struct Snapshot {
-    series: BTreeMap<&'static str, (&'static Metric, Series)>,
-    latencies: BTreeMap<&'static str, (&'static Metric, LatencyHistogram)>,
+    series_by_name: BTreeMap<&'static str, (&'static Metric, MetricSeries)>,
+    histograms_by_name: BTreeMap<&'static str, (&'static Metric, LatencyHistogram)>,
 }
 
 impl Snapshot {
     /// Adds the value of a metric with these labels.
     pub fn add<const LABELS: usize>(&mut self, family: &'static Family<LABELS>, labels: [&str; LABELS], value: f64) {
-        let (metric, series) = self.series(family.metric());
-        push(series, metric.kind, value, || labels.map(str::to_owned).into());
+        let (metric, series) = self.series_of(family.metric());
+        push_or_combine(series, metric.kind, value, || labels.map(str::to_owned).into());
     }
 
     /// Adds values whose second label is their index, from 0. A fleet of ten thousand servers has half a million cores.
     pub fn add_indexed_values(&mut self, family: &'static Family<2>, label: &str, values: impl Iterator<Item = f64>) {
-        let (metric, series) = self.series(family.metric());
+        let (metric, series) = self.series_of(family.metric());
         for (number, value) in values.enumerate() {
-            push(series, metric.kind, value, || vec![label.to_owned(), number.to_string()]);
+            push_or_combine(series, metric.kind, value, || vec![label.to_owned(), number.to_string()]);
         }
     }
 
-    fn series(&mut self, metric: &'static Metric) -> (&'static Metric, &mut Series) {
-        (metric, &mut self.series.entry(metric.name).or_insert((metric, Series::new())).1)
+    fn series_of(&mut self, metric: &'static Metric) -> (&'static Metric, &mut MetricSeries) {
+        (metric, &mut self.series_by_name.entry(metric.name).or_insert((metric, MetricSeries::new())).1)
     }
 
     /// Adds the histogram of a metric.
-    pub fn add_latencies(&mut self, histogram: &'static Histogram, latencies: LatencyHistogram) {
+    pub fn add_histogram(&mut self, histogram: &'static Histogram, latencies: LatencyHistogram) {
         let metric = histogram.metric();
-        self.latencies.insert(metric.name, (metric, latencies));
+        self.histograms_by_name.insert(metric.name, (metric, latencies));
     }
 
     pub fn names(&self) -> impl Iterator<Item = &'static str> + '_ {
-        self.series.keys().chain(self.latencies.keys()).copied()
+        self.series_by_name.keys().chain(self.histograms_by_name.keys()).copied()
     }
 
     /// Formats the snapshot as text in OpenMetrics 1.0.
@@ -68,8 +68,8 @@ impl Snapshot {
 }
 
 /// Adds a value, or combines it with earlier values beyond [`MAX_SERIES_PER_METRIC`].
-fn push(series: &mut Series, kind: MetricKind, value: f64, labels: impl FnOnce() -> Vec<String>) {
-    let is_full = series.len() == MAX_SERIES;
+fn push_or_combine(series: &mut MetricSeries, kind: MetricKind, value: f64, labels: impl FnOnce() -> Vec<String>) {
+    let is_full = series.len() == MAX_SERIES_PER_METRIC;
     match series.last_mut() {
         Some(last) if is_full => {
             if last.0.iter().any(|label| label != OTHERS_LABEL) {
@@ -83,29 +83,33 @@ fn push(series: &mut Series, kind: MetricKind, value: f64, labels: impl FnOnce()
 
 impl Collector for Snapshot {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
-        for (metric, latencies) in self.latencies.values() {
+        for (metric, latencies) in self.histograms_by_name.values() {
             let mut histogram = encoder.encode_descriptor(metric.name, metric.help, None, MetricType::Histogram)?;
             let buckets = latencies.buckets();
             histogram.encode_histogram::<NoLabelSet>(latencies.sum(), latencies.count(), &buckets, None)?;
         }
-        for (metric, series) in self.series.values() {
-            let counts = metric.kind == MetricKind::Counter;
-            let kind = if counts { MetricType::Counter } else { MetricType::Gauge };
+        for (metric, series) in self.series_by_name.values() {
+            let is_counter = metric.kind == MetricKind::Counter;
+            let kind = if is_counter { MetricType::Counter } else { MetricType::Gauge };
             // The encoder appends `_total` to a counter's name.
-            let name = if counts { metric.name.trim_end_matches("_total") } else { metric.name };
+            let name = if is_counter { metric.name.trim_end_matches("_total") } else { metric.name };
             let mut family = encoder.encode_descriptor(name, metric.help, None, kind)?;
-            let encode = |value: f64, encoder: MetricEncoder<'_>| {
-                if counts { ConstCounter::new(value).encode(encoder) } else { ConstGauge::new(value).encode(encoder) }
+            let encode_value = |value: f64, encoder: MetricEncoder<'_>| {
+                if is_counter {
+                    ConstCounter::new(value).encode(encoder)
+                } else {
+                    ConstGauge::new(value).encode(encoder)
+                }
             };
             if metric.labels.is_empty() {
                 // Without labels the encoder writes `{}` after the name, which not every parser accepts.
-                encode(series.iter().map(|(_, value)| value).sum(), family)?;
+                encode_value(series.iter().map(|(_, value)| value).sum(), family)?;
                 continue;
             }
             for (values, value) in series {
                 let labels: Vec<(&str, &str)> =
                     metric.labels.iter().copied().zip(values.iter().map(String::as_str)).collect();
-                encode(*value, family.encode_family(&labels)?)?;
+                encode_value(*value, family.encode_family(&labels)?)?;
             }
         }
         Ok(())
@@ -129,11 +133,11 @@ mod tests {
 
     #[test]
     fn metrics_page_is_valid_openmetrics() {
-        let mut page = Snapshot::default();
-        page.add(&REFUSED, ["no_cores"], 3.0);
-        page.add(&LOAD, ["a \"b\"\\", "0"], 0.25);
-        page.add(&REPORTS, [], 18_446_744_073_709.0);
-        let text = page.to_openmetrics();
+        let mut snapshot = Snapshot::default();
+        snapshot.add(&REFUSED, ["no_cores"], 3.0);
+        snapshot.add(&LOAD, ["a \"b\"\\", "0"], 0.25);
+        snapshot.add(&REPORTS, [], 18_446_744_073_709.0);
+        let text = snapshot.to_openmetrics();
         for line in [
             "# TYPE coreward_refused counter",
             "coreward_refused_total{reason=\"no_cores\"} 3.0",
@@ -148,20 +152,23 @@ mod tests {
 
     #[test]
     fn excess_series_are_aggregated() {
-        let mut page = Snapshot::default();
-        for server in 0..MAX_SERIES + 10 {
-            page.add(&CONNECTIONS, [&format!("s{server}")], 1.0);
-            page.add(&AGE, [&format!("s{server}")], server as f64);
+        let mut snapshot = Snapshot::default();
+        for server in 0..MAX_SERIES_PER_METRIC + 10 {
+            snapshot.add(&CONNECTIONS, [&format!("s{server}")], 1.0);
+            snapshot.add(&AGE, [&format!("s{server}")], server as f64);
         }
-        for server in 0..MAX_SERIES / 64 + 1 {
-            page.add_indexed_values(&LOAD, &format!("s{server}"), (0..64).map(|core| core as f64));
+        for server in 0..MAX_SERIES_PER_METRIC / 64 + 1 {
+            snapshot.add_indexed_values(&LOAD, &format!("s{server}"), (0..64).map(|core| core as f64));
         }
-        let (_, loads) = &page.series["coreward_load_ratio"];
+        let (_, loads) = &snapshot.series_by_name["coreward_load_ratio"];
         assert_eq!(loads[63 + 2 * 64], (vec!["s2".to_owned(), "63".to_owned()], 63.0));
-        assert_eq!((loads.len(), loads.last()), (MAX_SERIES, Some(&(vec![OTHERS_LABEL.to_owned(); 2], 63.0))));
+        assert_eq!(
+            (loads.len(), loads.last()),
+            (MAX_SERIES_PER_METRIC, Some(&(vec![OTHERS_LABEL.to_owned(); 2], 63.0)))
+        );
         for (name, last) in [("coreward_connections", 11.0), ("coreward_age_seconds", 2009.0)] {
-            let (_, series) = &page.series[name];
-            assert_eq!(series.len(), MAX_SERIES);
+            let (_, series) = &snapshot.series_by_name[name];
+            assert_eq!(series.len(), MAX_SERIES_PER_METRIC);
             assert_eq!(series.last(), Some(&(vec![OTHERS_LABEL.to_owned()], last)));
         }
     }

@@ -23,18 +23,18 @@ use crate::FourTuple;
 use crate::rss::{seeded_rng, uniform_below};
 
 /// Stream of [`seeded_rng`] from which arrival logs are drawn.
-const RNG_STREAM_ARRIVALS: u64 = 2;
+const ARRIVAL_LOG_RNG_STREAM: u64 = 2;
 
 /// Range of the clients' source ports: above the well-known ports, and below the kernel's last ephemeral ports.
-const SOURCE_PORTS: std::ops::RangeInclusive<u16> = 10_000..=59_999;
+const SOURCE_PORT_RANGE: std::ops::RangeInclusive<u16> = 10_000..=59_999;
 
 /// Address of the first client in the demo's network.
-const FIRST_CLIENT: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 7);
+const FIRST_CLIENT_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 7);
 const DEMO_VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
 
 /// One connection. Request `i` is due at `start_us + i * interval_us`, whether or not earlier requests were answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Arrival {
+pub struct ConnectionArrival {
     /// Start of the connection and of its first request (us after the log's start).
     pub start_us: u64,
     /// Index of the client's address, below [`ArrivalLog::source_address_count`].
@@ -49,21 +49,21 @@ pub struct Arrival {
     pub service_us: u32,
 }
 
-impl Arrival {
+impl ConnectionArrival {
     /// Returns the time at which request `index`, counted from 0, is due (us after the log's start).
-    pub fn due_us(&self, index: u32) -> u64 {
+    pub fn request_due_us(&self, index: u32) -> u64 {
         self.start_us + u64::from(index) * u64::from(self.interval_us)
     }
 
     /// Returns the time at which the last request is due (us after the log's start).
-    pub fn last_due_us(&self) -> u64 {
-        self.due_us(self.request_count - 1)
+    pub fn last_request_due_us(&self) -> u64 {
+        self.request_due_us(self.request_count - 1)
     }
 
     /// Returns the connection's 4-tuple in the demo's network, for runs without a real network.
     pub fn four_tuple(&self) -> FourTuple {
-        let client = Ipv4Addr::from_bits(FIRST_CLIENT.to_bits() + u32::from(self.source_address_index));
-        FourTuple::ipv4((client, self.source_port), (DEMO_VIP, 80))
+        let client_address = Ipv4Addr::from_bits(FIRST_CLIENT_ADDRESS.to_bits() + u32::from(self.source_address_index));
+        FourTuple::ipv4((client_address, self.source_port), (DEMO_VIP, 80))
     }
 
     /// Returns the sum of the service times of all requests of the connection (us of one core).
@@ -82,7 +82,7 @@ pub struct ArrivalLog {
     /// Number of source addresses of the client.
     pub source_address_count: u16,
     /// Connections in the order of their starts.
-    pub arrivals: Vec<Arrival>,
+    pub arrivals: Vec<ConnectionArrival>,
 }
 
 /// Parameters of a log: many short connections ("mice"), and long ones ("elephants") with most of the work.
@@ -101,13 +101,13 @@ pub struct Workload {
     /// Load by one elephant, in thousandths of the mean load of a core.
     pub elephant_rate_permille: u32,
     /// Shortest and longest lifetime of an elephant (us), between which lifetimes are drawn uniformly.
-    pub elephant_life_us: (u64, u64),
+    pub elephant_lifetime_range_us: (u64, u64),
     /// Smallest and largest number of requests of a mouse, between which numbers are drawn uniformly.
-    pub mouse_requests: (u32, u32),
+    pub mouse_request_count_range: (u32, u32),
     /// Interval between two requests of a mouse (us).
-    pub mouse_interval_us: u32,
+    pub mouse_request_interval_us: u32,
     /// Length of the ramp (us), in which elephants start that a running pool would have. Then the load is stationary.
-    pub ramp_us: u64,
+    pub ramp_up_us: u64,
     /// Number of source addresses of the client.
     pub source_address_count: u16,
 }
@@ -124,10 +124,10 @@ impl Default for Workload {
             service_us: 7_500,
             elephant_work_permille: 800,
             elephant_rate_permille: 100,
-            elephant_life_us: (5_000_000, 10_000_000),
-            mouse_requests: (1, 2),
-            mouse_interval_us: 10_000,
-            ramp_us: 4_000_000,
+            elephant_lifetime_range_us: (5_000_000, 10_000_000),
+            mouse_request_count_range: (1, 2),
+            mouse_request_interval_us: 10_000,
+            ramp_up_us: 4_000_000,
             source_address_count: 2,
         }
     }
@@ -135,9 +135,9 @@ impl Default for Workload {
 
 impl Workload {
     /// Returns the interval between two requests of an elephant (us).
-    pub fn elephant_interval_us(&self) -> u32 {
-        let rate_ppm = u64::from(self.mean_load_permille) * u64::from(self.elephant_rate_permille);
-        (u64::from(self.service_us) * 1_000_000 / rate_ppm.max(1)) as u32
+    pub fn elephant_request_interval_us(&self) -> u32 {
+        let elephant_rate_ppm = u64::from(self.mean_load_permille) * u64::from(self.elephant_rate_permille);
+        (u64::from(self.service_us) * 1_000_000 / elephant_rate_ppm.max(1)) as u32
     }
 
     /// Draws the arrival log of a seed.
@@ -147,45 +147,46 @@ impl Workload {
     /// have start within the ramp, each with the rest of its lifetime. Panics when the log needs more connections than
     /// pairs of source address and port exist.
     pub fn generate(&self, seed: u64) -> ArrivalLog {
-        let mut draw = ArrivalGenerator {
-            rng: seeded_rng(seed, RNG_STREAM_ARRIVALS),
+        let mut generator = ArrivalGenerator {
+            rng: seeded_rng(seed, ARRIVAL_LOG_RNG_STREAM),
             used_sources: HashSet::new(),
             workload: *self,
         };
         let work_us_per_s = u64::from(self.core_count) * u64::from(self.mean_load_permille) * 1_000;
         let elephant_work_us_per_s = work_us_per_s * u64::from(self.elephant_work_permille) / 1_000;
         let mouse_work_us_per_s = work_us_per_s - elephant_work_us_per_s;
-        let interval_us = self.elephant_interval_us();
-        let (life_min, life_max) = self.elephant_life_us;
-        let mean_life_us = (life_min + life_max) / 2;
+        let elephant_interval_us = self.elephant_request_interval_us();
+        let (life_min, life_max) = self.elephant_lifetime_range_us;
+        let mean_lifetime_us = (life_min + life_max) / 2;
 
         let elephant_request_rate_per_s = elephant_work_us_per_s / u64::from(self.service_us.max(1));
-        let alive = elephant_request_rate_per_s * u64::from(interval_us) / 1_000_000;
+        let live_elephant_count = elephant_request_rate_per_s * u64::from(elephant_interval_us) / 1_000_000;
         let mut arrivals = Vec::new();
-        for _ in 0..alive {
+        for _ in 0..live_elephant_count {
             // Elephants that live at a random time have longer lifetimes than the average: drawn in proportion to the
             // length.
-            let life_us = loop {
-                let life_us = draw.random_between(life_min, life_max);
-                if draw.random_below(life_max) < life_us {
-                    break life_us;
+            let lifetime_us = loop {
+                let lifetime_us = generator.random_between(life_min, life_max);
+                if generator.random_below(life_max) < lifetime_us {
+                    break lifetime_us;
                 }
             };
-            let (end_us, start_us) = (draw.random_below(life_us), draw.random_below(self.ramp_us));
+            let (end_us, start_us) = (generator.random_below(lifetime_us), generator.random_below(self.ramp_up_us));
             if start_us < end_us {
-                arrivals.extend(draw.elephant_arrival(start_us, end_us - start_us));
+                arrivals.extend(generator.elephant_arrival(start_us, end_us - start_us));
             }
         }
-        for _ in 0..alive * self.duration_us / mean_life_us.max(1) {
-            let (start_us, life_us) = (draw.random_below(self.duration_us), draw.random_between(life_min, life_max));
-            arrivals.extend(draw.elephant_arrival(start_us, life_us));
+        for _ in 0..live_elephant_count * self.duration_us / mean_lifetime_us.max(1) {
+            let (start_us, life_us) =
+                (generator.random_below(self.duration_us), generator.random_between(life_min, life_max));
+            arrivals.extend(generator.elephant_arrival(start_us, life_us));
         }
-        let (fewest, most) = self.mouse_requests;
+        let (fewest, most) = self.mouse_request_count_range;
         let mouse_work_us = u64::from(fewest + most) * u64::from(self.service_us) / 2;
         for _ in 0..mouse_work_us_per_s * (self.duration_us / 1_000) / 1_000 / mouse_work_us.max(1) {
-            let start_us = draw.random_below(self.duration_us);
-            let requests = draw.random_between(u64::from(fewest), u64::from(most)) as u32;
-            arrivals.extend(draw.truncated_arrival(start_us, requests, self.mouse_interval_us));
+            let start_us = generator.random_below(self.duration_us);
+            let request_count = generator.random_between(u64::from(fewest), u64::from(most)) as u32;
+            arrivals.extend(generator.truncated_arrival(start_us, request_count, self.mouse_request_interval_us));
         }
         arrivals.sort_by_key(|arrival| (arrival.start_us, arrival.source_address_index, arrival.source_port));
         ArrivalLog { seed, duration_us: self.duration_us, source_address_count: self.source_address_count, arrivals }
@@ -209,52 +210,60 @@ impl ArrivalGenerator {
         low + self.random_below(high - low + 1)
     }
 
-    fn elephant_arrival(&mut self, start_us: u64, life_us: u64) -> Option<Arrival> {
-        let interval_us = self.workload.elephant_interval_us();
+    fn elephant_arrival(&mut self, start_us: u64, life_us: u64) -> Option<ConnectionArrival> {
+        let interval_us = self.workload.elephant_request_interval_us();
         self.truncated_arrival(start_us, (life_us / u64::from(interval_us)) as u32 + 1, interval_us)
     }
 
     /// Returns a connection whose requests end with the log at the latest; `None` if it would start after the end.
-    fn truncated_arrival(&mut self, start_us: u64, request_count: u32, interval_us: u32) -> Option<Arrival> {
-        let left_us = self.workload.duration_us.checked_sub(start_us + 1)?;
-        let request_count = u64::from(request_count).min(left_us / u64::from(interval_us.max(1)) + 1) as u32;
-        let (source_address_index, source_port) = self.draw_source();
+    fn truncated_arrival(&mut self, start_us: u64, request_count: u32, interval_us: u32) -> Option<ConnectionArrival> {
+        let remaining_us = self.workload.duration_us.checked_sub(start_us + 1)?;
+        let request_count = u64::from(request_count).min(remaining_us / u64::from(interval_us.max(1)) + 1) as u32;
+        let (source_address_index, source_port) = self.draw_unused_source();
         let service_us = self.workload.service_us;
-        Some(Arrival { start_us, source_address_index, source_port, request_count, interval_us, service_us })
+        Some(ConnectionArrival { start_us, source_address_index, source_port, request_count, interval_us, service_us })
     }
 
-    fn draw_source(&mut self) -> (u16, u16) {
-        let (first, last) = (*SOURCE_PORTS.start(), *SOURCE_PORTS.end());
-        let ports = u32::from(last - first) + 1;
-        let all = ports as usize * usize::from(self.workload.source_address_count);
+    fn draw_unused_source(&mut self) -> (u16, u16) {
+        let (first, last) = (*SOURCE_PORT_RANGE.start(), *SOURCE_PORT_RANGE.end());
+        let port_count = u32::from(last - first) + 1;
+        let source_count = port_count as usize * usize::from(self.workload.source_address_count);
         // The search for a free pair of address and port is slow when most are used; no log needs that many.
         assert!(
-            self.used_sources.len() < all / 2,
+            self.used_sources.len() < source_count / 2,
             "{} source addresses are too few for this log",
-            all / ports as usize
+            source_count / port_count as usize
         );
         loop {
-            let address = uniform_below(&mut self.rng, u32::from(self.workload.source_address_count)) as u16;
-            let port = first + uniform_below(&mut self.rng, ports) as u16;
-            if self.used_sources.insert((address, port)) {
-                return (address, port);
+            let address_index = uniform_below(&mut self.rng, u32::from(self.workload.source_address_count)) as u16;
+            let port = first + uniform_below(&mut self.rng, port_count) as u16;
+            if self.used_sources.insert((address_index, port)) {
+                return (address_index, port);
             }
         }
     }
 }
 
-const MAGIC: &str = "coreward-arrivals 1";
-const COLUMNS: &str = "start_us source_address source_port requests interval_us service_us";
+const ARRIVAL_LOG_MAGIC: &str = "coreward-arrivals 1";
+const COLUMN_NAMES: &str = "start_us source_address source_port requests interval_us service_us";
 
 impl fmt::Display for ArrivalLog {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { seed, duration_us, source_address_count, arrivals } = self;
         writeln!(
             f,
-            "{MAGIC} seed={seed} duration_us={duration_us} source_addresses={source_address_count}\n{COLUMNS}"
+            "{ARRIVAL_LOG_MAGIC} seed={seed} duration_us={duration_us} \
+             source_addresses={source_address_count}\n{COLUMN_NAMES}"
         )?;
         for a in arrivals {
-            let Arrival { start_us, source_address_index, source_port, request_count, interval_us, service_us } = a;
+            let ConnectionArrival {
+                start_us,
+                source_address_index,
+                source_port,
+                request_count,
+                interval_us,
+                service_us,
+            } = a;
             writeln!(f, "{start_us} {source_address_index} {source_port} {request_count} {interval_us} {service_us}")?;
         }
         Ok(())
@@ -282,14 +291,15 @@ impl FromStr for ArrivalLog {
         let mut lines = text.lines().enumerate();
         let (mut log, columns) = (parse_header(lines.next().map_or("", |(_, line)| line))?, lines.next());
         match columns {
-            Some((_, line)) if line == COLUMNS => {}
-            other => return Err(error(1, other.map_or("", |(_, line)| line), COLUMNS)),
+            Some((_, line)) if line == COLUMN_NAMES => {}
+            other => return Err(error_at_line(1, other.map_or("", |(_, line)| line), COLUMN_NAMES)),
         }
         let (mut sources, mut earliest_us) = (HashSet::new(), 0);
         for (index, line) in lines {
-            let arrival = parse_arrival(line)
-                .ok_or_else(|| error(index, line, "six numbers: start_us source_address ... (the second line)"))?;
-            let rules = [
+            let arrival = parse_arrival(line).ok_or_else(|| {
+                error_at_line(index, line, "six numbers: start_us source_address ... (the second line)")
+            })?;
+            let requirements = [
                 (arrival.start_us >= earliest_us, "connections in the order of their starts"),
                 (arrival.start_us < log.duration_us, "a start before the end of the log"),
                 (arrival.source_address_index < log.source_address_count, "a source address below source_addresses"),
@@ -301,8 +311,8 @@ impl FromStr for ArrivalLog {
                     "a source that no other line has",
                 ),
             ];
-            if let Some((_, expected)) = rules.into_iter().find(|(holds, _)| !holds) {
-                return Err(error(index, line, expected));
+            if let Some((_, expected)) = requirements.into_iter().find(|(holds, _)| !holds) {
+                return Err(error_at_line(index, line, expected));
             }
             earliest_us = arrival.start_us;
             log.arrivals.push(arrival);
@@ -311,35 +321,35 @@ impl FromStr for ArrivalLog {
     }
 }
 
-fn error(index: usize, found: &str, expected: &'static str) -> ArrivalLogError {
+fn error_at_line(index: usize, found: &str, expected: &'static str) -> ArrivalLogError {
     ArrivalLogError { line: index + 1, found: found.to_owned(), expected }
 }
 
 fn parse_header(line: &str) -> Result<ArrivalLog, ArrivalLogError> {
     let parse = || {
-        let mut words = line.strip_prefix(MAGIC)?.split_whitespace();
+        let mut fields = line.strip_prefix(ARRIVAL_LOG_MAGIC)?.split_whitespace();
         let log = ArrivalLog {
-            seed: words.next()?.strip_prefix("seed=")?.parse().ok()?,
-            duration_us: words.next()?.strip_prefix("duration_us=")?.parse().ok()?,
-            source_address_count: words.next()?.strip_prefix("source_addresses=")?.parse().ok()?,
+            seed: fields.next()?.strip_prefix("seed=")?.parse().ok()?,
+            duration_us: fields.next()?.strip_prefix("duration_us=")?.parse().ok()?,
+            source_address_count: fields.next()?.strip_prefix("source_addresses=")?.parse().ok()?,
             arrivals: Vec::new(),
         };
-        words.next().is_none().then_some(log)
+        fields.next().is_none().then_some(log)
     };
-    parse().ok_or_else(|| error(0, line, "coreward-arrivals 1 seed=N duration_us=N source_addresses=N"))
+    parse().ok_or_else(|| error_at_line(0, line, "coreward-arrivals 1 seed=N duration_us=N source_addresses=N"))
 }
 
-fn parse_arrival(line: &str) -> Option<Arrival> {
-    let mut words = line.split_whitespace();
-    let arrival = Arrival {
-        start_us: words.next()?.parse().ok()?,
-        source_address_index: words.next()?.parse().ok()?,
-        source_port: words.next()?.parse().ok()?,
-        request_count: words.next()?.parse().ok()?,
-        interval_us: words.next()?.parse().ok()?,
-        service_us: words.next()?.parse().ok()?,
+fn parse_arrival(line: &str) -> Option<ConnectionArrival> {
+    let mut fields = line.split_whitespace();
+    let arrival = ConnectionArrival {
+        start_us: fields.next()?.parse().ok()?,
+        source_address_index: fields.next()?.parse().ok()?,
+        source_port: fields.next()?.parse().ok()?,
+        request_count: fields.next()?.parse().ok()?,
+        interval_us: fields.next()?.parse().ok()?,
+        service_us: fields.next()?.parse().ok()?,
     };
-    words.next().is_none().then_some(arrival)
+    fields.next().is_none().then_some(arrival)
 }
 
 #[cfg(test)]
@@ -347,7 +357,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn equal_seeds_give_equal_logs_that_round_trip() {
+    fn equal_seeds_give_equal_logs_and_their_text_round_trips() {
         let workload = Workload { duration_us: 3_000_000, ..Workload::default() };
         let log = workload.generate(7);
         assert_eq!(log, workload.generate(7));
@@ -356,31 +366,38 @@ mod tests {
     }
 
     #[test]
-    fn load_is_as_configured_after_the_ramp() {
+    fn generated_load_matches_the_workload_after_the_ramp() {
         let workload = Workload::default();
         let log = workload.generate(1);
-        let mut work_us = vec![0u64; (log.duration_us / 1_000_000) as usize];
+        let mut work_us_by_second = vec![0u64; (log.duration_us / 1_000_000) as usize];
         for arrival in &log.arrivals {
             for index in 0..arrival.request_count {
-                work_us[(arrival.due_us(index) / 1_000_000) as usize] += u64::from(arrival.service_us);
+                work_us_by_second[(arrival.request_due_us(index) / 1_000_000) as usize] +=
+                    u64::from(arrival.service_us);
             }
         }
-        let stationary = &work_us[(workload.ramp_us / 1_000_000) as usize..];
+        let stationary_work_us = &work_us_by_second[(workload.ramp_up_us / 1_000_000) as usize..];
         // 16 cores at 60 %.
-        let expected_us = 9_600_000.0;
-        let whole: u64 = stationary.iter().sum();
-        assert!((whole as f64 / (expected_us * stationary.len() as f64) - 1.0).abs() < 0.05, "{whole}");
-        for (second, work_us) in stationary.iter().enumerate() {
-            assert!((*work_us as f64 / expected_us - 1.0).abs() < 0.3, "second {second}: {work_us} us");
+        let expected_work_us_per_second = 9_600_000.0;
+        let total_work_us: u64 = stationary_work_us.iter().sum();
+        assert!(
+            (total_work_us as f64 / (expected_work_us_per_second * stationary_work_us.len() as f64) - 1.0).abs() < 0.05,
+            "{total_work_us}"
+        );
+        for (second, work_us) in stationary_work_us.iter().enumerate() {
+            assert!((*work_us as f64 / expected_work_us_per_second - 1.0).abs() < 0.3, "second {second}: {work_us} us");
         }
-        assert!(work_us[..2].iter().all(|work_us| (*work_us as f64) < 0.8 * expected_us), "a stampede: {work_us:?}");
+        assert!(
+            work_us_by_second[..2].iter().all(|work_us| (*work_us as f64) < 0.8 * expected_work_us_per_second),
+            "a stampede: {work_us_by_second:?}"
+        );
     }
 
     #[test]
     fn elephants_are_at_most_a_tenth_of_a_cores_mean_load() {
         let workload = Workload::default();
         let core_work_us_per_s = u64::from(workload.mean_load_permille) * 1_000;
-        assert_eq!(workload.elephant_interval_us(), 125_000);
+        assert_eq!(workload.elephant_request_interval_us(), 125_000);
         for arrival in workload.generate(3).arrivals.iter().filter(|arrival| arrival.request_count > 2) {
             let work_us_per_s = u64::from(arrival.service_us) * 1_000_000 / u64::from(arrival.interval_us);
             assert!(work_us_per_s * 10 <= core_work_us_per_s, "{arrival:?}");
@@ -391,7 +408,7 @@ mod tests {
     fn invalid_arrival_logs_are_rejected() {
         let header = "coreward-arrivals 1 seed=1 duration_us=1000 source_addresses=2\n\
                       start_us source_address source_port requests interval_us service_us\n";
-        let wrong = [
+        let invalid_cases = [
             ("10 0 5 1 100", "six numbers"),
             ("10 0 5 1 100 x", "six numbers"),
             ("1000 0 5 1 100 5", "before the end"),
@@ -400,7 +417,7 @@ mod tests {
             ("10 0 5 1 100 5\n9 0 6 1 100 5", "order of their starts"),
             ("10 0 5 1 100 5\n10 0 5 1 100 5", "no other line"),
         ];
-        for (lines, expected) in wrong {
+        for (lines, expected) in invalid_cases {
             let error = format!("{header}{lines}\n").parse::<ArrivalLog>().unwrap_err();
             assert!(error.to_string().contains(expected), "{error}");
             assert_eq!(error.line, 2 + lines.lines().count());

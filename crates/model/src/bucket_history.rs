@@ -12,37 +12,37 @@ use crate::ServerId;
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct BucketHistory {
     /// Current server of each bucket; empty before the first placement table.
-    current: Vec<ServerId>,
-    previous: Vec<Option<ServerId>>,
+    current_servers: Vec<ServerId>,
+    previous_servers: Vec<Option<ServerId>>,
 }
 
 impl BucketHistory {
     /// Returns the history with these current and previous servers by bucket; `None` if the lists differ in length.
     pub fn from_stored(now: Vec<ServerId>, before: Vec<Option<ServerId>>) -> Option<Self> {
-        (now.len() == before.len()).then_some(Self { current: now, previous: before })
+        (now.len() == before.len()).then_some(Self { current_servers: now, previous_servers: before })
     }
 
     /// Returns the current server of each bucket; empty before the first placement table.
-    pub fn current(&self) -> &[ServerId] {
-        &self.current
+    pub fn current_servers(&self) -> &[ServerId] {
+        &self.current_servers
     }
 
     /// Returns the previous server of each bucket: the server before the bucket's last move, if it ever moved.
-    pub fn previous(&self) -> &[Option<ServerId>] {
-        &self.previous
+    pub fn previous_servers(&self) -> &[Option<ServerId>] {
+        &self.previous_servers
     }
 
     /// Records the bucket's servers in a new placement table, and returns whether a bucket moved. Without eligible
     /// servers, buckets keep their last servers. Another number of buckets starts a new history: no bucket is the same.
     pub fn update(&mut self, consistent: &[ServerId]) -> bool {
-        if consistent.is_empty() || consistent == self.current {
+        if consistent.is_empty() || consistent == self.current_servers {
             return false;
         }
-        if consistent.len() != self.current.len() {
-            *self = Self { current: consistent.to_vec(), previous: vec![None; consistent.len()] };
+        if consistent.len() != self.current_servers.len() {
+            *self = Self { current_servers: consistent.to_vec(), previous_servers: vec![None; consistent.len()] };
             return true;
         }
-        for ((new, now), before) in consistent.iter().zip(&mut self.current).zip(&mut self.previous) {
+        for ((new, now), before) in consistent.iter().zip(&mut self.current_servers).zip(&mut self.previous_servers) {
             if new != now {
                 *before = Some(std::mem::replace(now, *new));
             }
@@ -51,19 +51,19 @@ impl BucketHistory {
     }
 
     /// Returns the previous server of each bucket for a placement table; an empty list if no bucket has moved.
-    pub fn previous_consistent(&self) -> Vec<Option<ServerId>> {
-        if self.previous.iter().all(Option::is_none) { Vec::new() } else { self.previous.clone() }
+    pub fn previous_servers_or_empty(&self) -> Vec<Option<ServerId>> {
+        if self.previous_servers.iter().all(Option::is_none) { Vec::new() } else { self.previous_servers.clone() }
     }
 
     /// Returns the set of previous servers of each current server's buckets, by current server.
-    pub fn predecessors(&self) -> BTreeMap<ServerId, BTreeSet<ServerId>> {
-        let mut predecessors: BTreeMap<ServerId, BTreeSet<ServerId>> = BTreeMap::new();
-        for (now, before) in self.current.iter().zip(&self.previous) {
+    pub fn previous_servers_by_current(&self) -> BTreeMap<ServerId, BTreeSet<ServerId>> {
+        let mut previous_by_current: BTreeMap<ServerId, BTreeSet<ServerId>> = BTreeMap::new();
+        for (now, before) in self.current_servers.iter().zip(&self.previous_servers) {
             if let Some(before) = before {
-                predecessors.entry(*now).or_default().insert(*before);
+                previous_by_current.entry(*now).or_default().insert(*before);
             }
         }
-        predecessors
+        previous_by_current
     }
 }
 
@@ -71,34 +71,37 @@ impl BucketHistory {
 mod tests {
     use super::*;
 
-    fn ids(numbers: &[u64]) -> Vec<ServerId> {
+    fn server_ids(numbers: &[u64]) -> Vec<ServerId> {
         numbers.iter().map(|number| ServerId::try_from(*number).unwrap()).collect()
     }
 
     #[test]
-    fn previous_server_is_remembered_for_one_change() {
+    fn only_the_last_previous_server_of_a_bucket_is_kept() {
         let mut history = BucketHistory::default();
-        assert!(history.update(&ids(&[1, 2, 3, 1])));
-        assert_eq!(history.previous_consistent(), []);
-        assert!(!history.update(&ids(&[1, 2, 3, 1])));
+        assert!(history.update(&server_ids(&[1, 2, 3, 1])));
+        assert_eq!(history.previous_servers_or_empty(), []);
+        assert!(!history.update(&server_ids(&[1, 2, 3, 1])));
         // Server 1 leaves, then server 2: bucket 0 was last at server 2, bucket 3 is at server 3 since server 1 left.
-        assert!(history.update(&ids(&[2, 2, 3, 3])));
-        assert!(history.update(&ids(&[3, 3, 3, 3])));
-        let before: Vec<u64> =
-            history.previous_consistent().iter().map(|id| id.map_or(0, |id| id.get().into())).collect();
-        assert_eq!(before, [2, 2, 0, 1]);
-        assert_eq!(history.predecessors(), BTreeMap::from([(ids(&[3])[0], ids(&[1, 2]).into_iter().collect())]));
+        assert!(history.update(&server_ids(&[2, 2, 3, 3])));
+        assert!(history.update(&server_ids(&[3, 3, 3, 3])));
+        let previous_ids: Vec<u64> =
+            history.previous_servers_or_empty().iter().map(|id| id.map_or(0, |id| id.get().into())).collect();
+        assert_eq!(previous_ids, [2, 2, 0, 1]);
+        assert_eq!(
+            history.previous_servers_by_current(),
+            BTreeMap::from([(server_ids(&[3])[0], server_ids(&[1, 2]).into_iter().collect())])
+        );
     }
 
     #[test]
-    fn empty_pool_keeps_the_history_and_other_buckets_clear_it() {
+    fn empty_table_keeps_the_history_and_another_bucket_count_resets_it() {
         let mut history = BucketHistory::default();
-        history.update(&ids(&[1, 2]));
+        history.update(&server_ids(&[1, 2]));
         assert!(!history.update(&[]));
-        history.update(&ids(&[2, 2]));
-        assert_eq!(history.previous(), [Some(ids(&[1])[0]), None]);
-        assert!(history.update(&ids(&[2, 2, 2, 2])));
-        assert_eq!((history.previous_consistent(), history.previous().len()), (Vec::new(), 4));
-        assert_eq!(BucketHistory::from_stored(ids(&[1]), vec![]), None);
+        history.update(&server_ids(&[2, 2]));
+        assert_eq!(history.previous_servers(), [Some(server_ids(&[1])[0]), None]);
+        assert!(history.update(&server_ids(&[2, 2, 2, 2])));
+        assert_eq!((history.previous_servers_or_empty(), history.previous_servers().len()), (Vec::new(), 4));
+        assert_eq!(BucketHistory::from_stored(server_ids(&[1]), vec![]), None);
     }
 }

@@ -44,7 +44,7 @@ impl TableSize {
     }
 
     /// Returns the indexes of all entries in the order of memory.
-    pub fn indexes(self) -> impl Iterator<Item = ConnectionIndex> {
+    pub fn entry_indexes(self) -> impl Iterator<Item = ConnectionIndex> {
         (0..self.0).map(move |position| self.index_at(position))
     }
 
@@ -69,8 +69,8 @@ impl TryFrom<u64> for TableSize {
 
     fn try_from(entries: u64) -> Result<Self, Self::Error> {
         let range = u64::from(intf::CONNECTIONS_PER_PARTITION)..=u64::from(intf::MAX_CONNECTION_TABLE_ENTRIES);
-        let fits = entries.is_power_of_two() && range.contains(&entries);
-        if fits { Ok(Self(entries as u32)) } else { Err(InvalidTableSize(entries)) }
+        let is_valid = entries.is_power_of_two() && range.contains(&entries);
+        if is_valid { Ok(Self(entries as u32)) } else { Err(InvalidTableSize(entries)) }
     }
 }
 
@@ -102,17 +102,17 @@ impl ConnectionIndex {
 
 /// Number of a load balancer among the load balancers with a connection table: 0 to 15.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct OwnerNumber(u8);
+pub struct TableOwnerNumber(u8);
 
 /// Error: a number outside the range of owner numbers.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("owner number {0} is out of range: expected 0 to {max}", max = intf::MAX_OWNERS - 1)]
-pub struct OwnerNumberOutOfRange(pub u64);
+pub struct TableOwnerNumberOutOfRange(pub u64);
 
-impl OwnerNumber {
+impl TableOwnerNumber {
     /// Returns all possible owner numbers in ascending order.
-    pub fn all() -> impl Iterator<Item = OwnerNumber> {
-        (0..intf::MAX_OWNERS as u8).map(OwnerNumber)
+    pub fn all() -> impl Iterator<Item = TableOwnerNumber> {
+        (0..intf::MAX_OWNERS as u8).map(TableOwnerNumber)
     }
 
     /// Returns the owner number as an integer, 0 to 15.
@@ -121,33 +121,33 @@ impl OwnerNumber {
     }
 }
 
-impl TryFrom<u64> for OwnerNumber {
-    type Error = OwnerNumberOutOfRange;
+impl TryFrom<u64> for TableOwnerNumber {
+    type Error = TableOwnerNumberOutOfRange;
 
     fn try_from(value: u64) -> Result<Self, Self::Error> {
-        if value < u64::from(intf::MAX_OWNERS) { Ok(Self(value as u8)) } else { Err(OwnerNumberOutOfRange(value)) }
+        if value < u64::from(intf::MAX_OWNERS) { Ok(Self(value as u8)) } else { Err(TableOwnerNumberOutOfRange(value)) }
     }
 }
 
-impl fmt::Display for OwnerNumber {
+impl fmt::Display for TableOwnerNumber {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.fmt(f)
     }
 }
 
 /// Returns the number in a cookie of kind 1: the owner in the high bits, the slot in the low bits.
-pub fn encode_cookie_index(owner: OwnerNumber, slot: u32) -> u16 {
+pub fn encode_cookie_index(owner: TableOwnerNumber, slot: u32) -> u16 {
     (u32::from(owner.0) << intf::CONNECTION_SLOT_BITS | slot & intf::CONNECTION_SLOT_MASK) as u16
 }
 
 /// Returns the owner and the slot in the number of a cookie of kind 1.
-pub fn decode_cookie_index(number: u16) -> (OwnerNumber, u32) {
+pub fn decode_cookie_index(number: u16) -> (TableOwnerNumber, u32) {
     let number = u32::from(number) & intf::COOKIE_ID_MASK;
-    (OwnerNumber((number >> intf::CONNECTION_SLOT_BITS) as u8), number & intf::CONNECTION_SLOT_MASK)
+    (TableOwnerNumber((number >> intf::CONNECTION_SLOT_BITS) as u8), number & intf::CONNECTION_SLOT_MASK)
 }
 
 /// Returns the TSecr in which a SYN to a stateful service carries owner and slot to the server.
-pub fn encode_syn_tsecr(owner: OwnerNumber, slot: u32) -> u32 {
+pub fn encode_syn_tsecr(owner: TableOwnerNumber, slot: u32) -> u32 {
     intf::SYN_TSECR_HOLDS_COOKIE | intf::COOKIE_KIND_BIT | u32::from(encode_cookie_index(owner, slot))
 }
 
@@ -159,9 +159,9 @@ pub struct ConnectionHash(u64);
 impl ConnectionHash {
     /// Returns the hash of the connection from `client` to the service in slot `service` of the load balancer's tables.
     pub fn new(key: &CookieKey, service: u16, client: SocketAddr) -> Self {
-        let address = fold_client_address(key, client.ip());
-        let port = client.port().swap_bytes();
-        let hash = u64::from(service) << 48 | u64::from(port) << 32 | u64::from(address);
+        let folded_address = fold_client_address(key, client.ip());
+        let port_big_endian = client.port().swap_bytes();
+        let hash = u64::from(service) << 48 | u64::from(port_big_endian) << 32 | u64::from(folded_address);
         let hash = (hash ^ key.k0).wrapping_mul(key.k1 | 1);
         let hash = (hash ^ hash >> 32).wrapping_mul(key.k0 | 1);
         Self(hash ^ hash >> 29)
@@ -183,7 +183,7 @@ impl ConnectionHash {
     }
 
     /// Returns the index of the set of [`table::RecentConnections`] that records the connection's latest SYN.
-    pub fn recent_set(self) -> usize {
+    pub fn recent_syn_set_index(self) -> usize {
         (self.0 as u32 % (intf::RECENT_CONNECTIONS / intf::RECENT_WAYS)) as usize
     }
 }
@@ -200,7 +200,7 @@ pub(crate) fn fold_client_address(key: &CookieKey, client: IpAddr) -> u32 {
 }
 
 /// Returns the index of the counter of entries of a client's prefix (/24 for IPv4, /64 for IPv6).
-pub fn source_shard(key: &CookieKey, client: IpAddr) -> usize {
+pub fn source_prefix_shard(key: &CookieKey, client: IpAddr) -> usize {
     let prefix: IpAddr = match client {
         IpAddr::V4(address) => Ipv4Addr::from_bits(address.to_bits() & !0xff).into(),
         IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits() & !u128::from(u64::MAX)).into(),
@@ -209,14 +209,14 @@ pub fn source_shard(key: &CookieKey, client: IpAddr) -> usize {
 }
 
 /// Number of entries that must be free for each entry that a source prefix holds.
-const FREE_PER_SOURCE: u32 = 4;
+const FREE_ENTRIES_PER_SOURCE_ENTRY: u32 = 4;
 
 /// Returns the maximum number of entries of one source prefix in a table with `in_use` used entries: a quarter of the
 /// free entries. So one prefix holds at most a quarter of the table, and `n` prefixes leave 4 / (n + 4) of the table to
 /// others. Each prefix may always hold an equal share of the table.
-pub fn entries_per_source(size: TableSize, in_use: u32) -> u32 {
-    let free = size.entry_count().saturating_sub(in_use);
-    (free / FREE_PER_SOURCE).max(size.entry_count() / intf::SOURCE_SHARDS).max(1)
+pub fn max_entries_per_source_prefix(size: TableSize, in_use: u32) -> u32 {
+    let free_entries = size.entry_count().saturating_sub(in_use);
+    (free_entries / FREE_ENTRIES_PER_SOURCE_ENTRY).max(size.entry_count() / intf::SOURCE_SHARDS).max(1)
 }
 
 /// Identity of an entry in use, in one word: all fields of the entry on which the forwarding of a packet depends.
@@ -234,7 +234,7 @@ pub struct EntryIdentity {
 
 impl EntryIdentity {
     /// Returns the identity as the word `connection.identity` of `bpf/include/intf.h`.
-    pub fn word(self) -> u64 {
+    pub fn to_word(self) -> u64 {
         u64::from(self.tag) << intf::CONNECTION_TAG_SHIFT
             | u64::from(intf::CONNECTION_IN_USE)
             | (u64::from(self.generation) & u64::from(intf::CONNECTION_GENERATION_MASK))
@@ -245,12 +245,12 @@ impl EntryIdentity {
 
     /// Returns the identity in the word of an entry; `None` if the entry is free.
     pub fn from_word(word: u64) -> Option<Self> {
-        let low = word as u32;
-        (low & intf::CONNECTION_IN_USE != 0).then(|| Self {
+        let low_half = word as u32;
+        (low_half & intf::CONNECTION_IN_USE != 0).then(|| Self {
             tag: (word >> intf::CONNECTION_TAG_SHIFT) as u32,
-            generation: (low >> intf::CONNECTION_GENERATION_SHIFT & intf::CONNECTION_GENERATION_MASK) as u16,
-            service: (low >> intf::CONNECTION_SERVICE_SHIFT & intf::CONNECTION_SERVICE_MASK) as u16,
-            server: ServerId::try_from(u64::from(low & intf::COOKIE_ID_MASK)).expect("14 bits"),
+            generation: (low_half >> intf::CONNECTION_GENERATION_SHIFT & intf::CONNECTION_GENERATION_MASK) as u16,
+            service: (low_half >> intf::CONNECTION_SERVICE_SHIFT & intf::CONNECTION_SERVICE_MASK) as u16,
+            server: ServerId::try_from(u64::from(low_half & intf::COOKIE_ID_MASK)).expect("14 bits"),
         })
     }
 }
@@ -261,7 +261,7 @@ pub struct ClockTicks(pub u32);
 
 impl ClockTicks {
     /// Returns the clock at time `monotonic` of the machine's monotonic clock.
-    pub fn at(monotonic: Duration) -> Self {
+    pub fn from_monotonic_time(monotonic: Duration) -> Self {
         Self((monotonic.as_millis() / 100) as u32)
     }
 
@@ -282,13 +282,13 @@ pub struct Connection {
     /// Address and port of the client.
     pub client: SocketAddr,
     /// Number of packets from the client, without retransmitted SYNs.
-    pub packets: u64,
+    pub packet_count: u64,
     /// Number of bytes in the frames of the counted packets.
     pub bytes: u64,
     /// Time of the SYN.
     pub opened_at: ClockTicks,
     /// Time of the last packet from the client.
-    pub last_seen: ClockTicks,
+    pub last_packet_at: ClockTicks,
     /// Whether a FIN or RST has arrived, and no SYN after it.
     pub is_closing: bool,
 }
@@ -300,40 +300,40 @@ impl Connection {
             index,
             identity: EntryIdentity::from_word(entry.identity)?,
             client: SocketAddr::new(address_from_words(entry.client_address), u16::from_be(entry.client_port)),
-            packets: entry.packets,
+            packet_count: entry.packets,
             bytes: entry.bytes,
             opened_at: ClockTicks(entry.opened),
-            last_seen: ClockTicks(entry.last_seen),
+            last_packet_at: ClockTicks(entry.last_seen),
             is_closing: u32::from(entry.flags) & intf::CONNECTION_CLOSING != 0,
         })
     }
 
     /// Returns whether no packet of the connection came after its earlier copy `earlier`.
     pub fn has_no_packet_since(&self, earlier: &Self) -> bool {
-        (self.packets, self.last_seen) == (earlier.packets, earlier.last_seen)
+        (self.packet_count, self.last_packet_at) == (earlier.packet_count, earlier.last_packet_at)
     }
 }
 
 /// Returns the `count` connections of the largest weight in descending order; of equal weights, the earlier first. Uses
 /// memory for `2 * count` connections.
-pub fn heaviest(
+pub fn heaviest_connections(
     connections: impl Iterator<Item = Connection>,
     count: usize,
     weight: impl Fn(&Connection) -> u64,
 ) -> Vec<Connection> {
-    let mut kept = Vec::new();
-    let shorten = |kept: &mut Vec<Connection>| {
+    let mut candidates = Vec::new();
+    let keep_heaviest = |kept: &mut Vec<Connection>| {
         kept.sort_by_key(|connection| std::cmp::Reverse(weight(connection)));
         kept.truncate(count);
     };
     for connection in connections {
-        kept.push(connection);
-        if kept.len() >= 2 * count.max(1) {
-            shorten(&mut kept);
+        candidates.push(connection);
+        if candidates.len() >= 2 * count.max(1) {
+            keep_heaviest(&mut candidates);
         }
     }
-    shorten(&mut kept);
-    kept
+    keep_heaviest(&mut candidates);
+    candidates
 }
 
 /// Times without packets after which an entry of the connection table may be freed.
@@ -342,7 +342,7 @@ pub fn heaviest(
 /// follows. So an expired entry is freed only when the server's agent has no such socket, or the server is gone.
 /// Entries without a second packet are the exception ([`ExpiryReason::HalfOpen`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Timeouts {
+pub struct ConnectionTimeouts {
     /// Maximum time from the SYN to the second packet of a connection.
     pub half_open: Duration,
     /// Idle time after which a connection with a FIN or RST expires.
@@ -351,7 +351,7 @@ pub struct Timeouts {
     pub idle: Duration,
 }
 
-impl Default for Timeouts {
+impl Default for ConnectionTimeouts {
     fn default() -> Self {
         // A client sends its SYN again after 1, 3 and 7 s (RFC 6298, Sect. 2: doubling from 1 s); TIME-WAIT lasts 60 s
         // in Linux (include/net/tcp.h, TCP_TIMEWAIT_LEN).
@@ -380,22 +380,23 @@ impl ExpiryReason {
     }
 }
 
-impl Timeouts {
+impl ConnectionTimeouts {
     /// Returns the timeouts in the layout of the BPF program, with the time `swept` of the last sweep by user space.
     pub fn to_bpf_timers(&self, swept: ClockTicks) -> intf::connection_timers {
-        let ticks = |time: Duration| i32::try_from(time.as_millis() / 100).unwrap_or(i32::MAX) as u32;
+        let to_ticks = |time: Duration| i32::try_from(time.as_millis() / 100).unwrap_or(i32::MAX) as u32;
         intf::connection_timers {
-            half_open: ticks(self.half_open),
-            closing: ticks(self.closing),
-            idle: ticks(self.idle),
+            half_open: to_ticks(self.half_open),
+            closing: to_ticks(self.closing),
+            idle: to_ticks(self.idle),
             swept: swept.0,
         }
     }
 
     /// Returns whether a packet may reuse the connection's entry at `now`: `is_expired()` of `bpf/lb/stateful.h`.
     pub fn is_expired(&self, connection: &Connection, server_known: bool, swept: ClockTicks, now: ClockTicks) -> bool {
-        let unswept = now.0.wrapping_sub(swept.0) as i32 >= intf::CONNECTION_UNSWEPT_TICKS as i32;
-        self.expiry_reason(connection, server_known, now).is_some_and(|due| !due.needs_server_query() || unswept)
+        let is_sweep_overdue = now.0.wrapping_sub(swept.0) as i32 >= intf::CONNECTION_UNSWEPT_TICKS as i32;
+        self.expiry_reason(connection, server_known, now)
+            .is_some_and(|due| !due.needs_server_query() || is_sweep_overdue)
     }
 
     /// Returns the reason to free the entry at `now`, if there is one. `server_known`: the server is in the fleet.
@@ -404,11 +405,11 @@ impl Timeouts {
             return Some(ExpiryReason::ServerGone);
         }
         let (after, due) = match connection {
-            Connection { packets: 0..=1, .. } => (self.half_open, ExpiryReason::HalfOpen),
+            Connection { packet_count: 0..=1, .. } => (self.half_open, ExpiryReason::HalfOpen),
             Connection { is_closing: true, .. } => (self.closing, ExpiryReason::Closing),
             _ => (self.idle, ExpiryReason::Idle),
         };
-        (now.since(connection.last_seen) >= after).then_some(due)
+        (now.since(connection.last_packet_at) >= after).then_some(due)
     }
 }
 
@@ -424,10 +425,10 @@ mod tests {
             index: ConnectionIndex::new(1, 2),
             identity: EntryIdentity { tag: 1, generation: 2, service: 3, server },
             client: SocketAddr::new(Ipv4Addr::LOCALHOST.into(), 1),
-            packets,
+            packet_count: packets,
             bytes: 0,
             opened_at: ClockTicks(0),
-            last_seen: ClockTicks(last_seen),
+            last_packet_at: ClockTicks(last_seen),
             is_closing,
         }
     }
@@ -436,12 +437,12 @@ mod tests {
         #[test]
         fn entry_identity_round_trips(tag: u32, generation in 0u16..128, service in 0u16..1024, id in 0u64..16_384) {
             let identity = EntryIdentity { tag, generation, service, server: ServerId::try_from(id).unwrap() };
-            prop_assert_eq!(EntryIdentity::from_word(identity.word()), Some(identity));
+            prop_assert_eq!(EntryIdentity::from_word(identity.to_word()), Some(identity));
         }
 
         #[test]
-        fn cookie_names_owner_and_slot(owner in 0u64..16, slot in 0u32..1024) {
-            let owner = OwnerNumber::try_from(owner).unwrap();
+        fn cookie_index_round_trips(owner in 0u64..16, slot in 0u32..1024) {
+            let owner = TableOwnerNumber::try_from(owner).unwrap();
             let number = encode_cookie_index(owner, slot);
             prop_assert!(u32::from(number) <= intf::COOKIE_ID_MASK);
             prop_assert_eq!(decode_cookie_index(number), (owner, slot));
@@ -453,12 +454,13 @@ mod tests {
         fn heaviest_connections_equal_a_full_sort(
             packets in proptest::collection::vec(0u64..50, 0..200), count in 0usize..20,
         ) {
-            let all: Vec<_> = packets.iter().map(|packets| connection(*packets, false, 0)).collect();
-            let found = heaviest(all.iter().copied(), count, |connection| connection.packets);
+            let connections: Vec<_> = packets.iter().map(|packets| connection(*packets, false, 0)).collect();
+            let heaviest = heaviest_connections(connections.iter().copied(), count,
+                |connection| connection.packet_count);
             let mut sorted = packets;
             sorted.sort_by_key(|packets| std::cmp::Reverse(*packets));
             sorted.truncate(count);
-            prop_assert_eq!(found.iter().map(|connection| connection.packets).collect::<Vec<_>>(), sorted);
+            prop_assert_eq!(heaviest.iter().map(|connection| connection.packet_count).collect::<Vec<_>>(), sorted);
         }
     }
 
@@ -473,41 +475,41 @@ mod tests {
             assert_eq!(error, expected);
         }
         assert_eq!(
-            OwnerNumber::try_from(16).unwrap_err().to_string(),
+            TableOwnerNumber::try_from(16).unwrap_err().to_string(),
             "owner number 16 is out of range: expected 0 to 15"
         );
     }
 
     #[test]
-    fn source_may_hold_a_quarter_of_what_is_free() {
+    fn source_prefix_may_hold_a_quarter_of_the_free_entries() {
         let size = TableSize::default();
-        let may_hold = |in_use| entries_per_source(size, in_use);
-        assert_eq!([0, 131_072, 262_143, 262_144].map(may_hold), [65_536, 32_768, 64, 64]);
-        assert_eq!(entries_per_source(TableSize::try_from(1024).unwrap(), 1024), 1);
+        let limit_with = |in_use| max_entries_per_source_prefix(size, in_use);
+        assert_eq!([0, 131_072, 262_143, 262_144].map(limit_with), [65_536, 32_768, 64, 64]);
+        assert_eq!(max_entries_per_source_prefix(TableSize::try_from(1024).unwrap(), 1024), 1);
     }
 
     #[test]
-    fn connection_expires_by_its_state() {
-        let timers = Timeouts::default();
-        let due = |connection, now| timers.expiry_reason(&connection, true, ClockTicks(now));
-        let start = u32::MAX - 50;
+    fn connection_timeout_depends_on_its_state() {
+        let timeouts = ConnectionTimeouts::default();
+        let expiry_reason_at = |connection, now| timeouts.expiry_reason(&connection, true, ClockTicks(now));
+        let start_ticks = u32::MAX - 50;
         for (connection, tenths, why) in [
-            (connection(1, false, start), 100, ExpiryReason::HalfOpen),
-            (connection(1, true, start), 100, ExpiryReason::HalfOpen),
-            (connection(2, true, start), 600, ExpiryReason::Closing),
-            (connection(2, false, start), 3000, ExpiryReason::Idle),
+            (connection(1, false, start_ticks), 100, ExpiryReason::HalfOpen),
+            (connection(1, true, start_ticks), 100, ExpiryReason::HalfOpen),
+            (connection(2, true, start_ticks), 600, ExpiryReason::Closing),
+            (connection(2, false, start_ticks), 3000, ExpiryReason::Idle),
         ] {
-            assert_eq!(due(connection, start.wrapping_add(tenths - 1)), None);
-            assert_eq!(due(connection, start.wrapping_add(tenths)), Some(why));
+            assert_eq!(expiry_reason_at(connection, start_ticks.wrapping_add(tenths - 1)), None);
+            assert_eq!(expiry_reason_at(connection, start_ticks.wrapping_add(tenths)), Some(why));
             // The packet came after the clock was read.
-            assert_eq!(due(connection, start.wrapping_sub(5)), None);
+            assert_eq!(expiry_reason_at(connection, start_ticks.wrapping_sub(5)), None);
         }
         assert_eq!(
-            timers.expiry_reason(&connection(9, false, start), false, ClockTicks(start)),
+            timeouts.expiry_reason(&connection(9, false, start_ticks), false, ClockTicks(start_ticks)),
             Some(ExpiryReason::ServerGone)
         );
-        let asked = [ExpiryReason::ServerGone, ExpiryReason::HalfOpen, ExpiryReason::Closing, ExpiryReason::Idle]
+        let needs_query = [ExpiryReason::ServerGone, ExpiryReason::HalfOpen, ExpiryReason::Closing, ExpiryReason::Idle]
             .map(ExpiryReason::needs_server_query);
-        assert_eq!(asked, [false, false, true, true]);
+        assert_eq!(needs_query, [false, false, true, true]);
     }
 }

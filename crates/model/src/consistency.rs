@@ -47,14 +47,14 @@ impl std::str::FromStr for Consistency {
     type Err = UnknownConsistency;
 
     fn from_str(name: &str) -> Result<Self, Self::Err> {
-        let known = Self::ALL.into_iter().find(|consistency| consistency.name() == name);
-        known.ok_or_else(|| UnknownConsistency(name.to_owned()))
+        let matching_mode = Self::ALL.into_iter().find(|consistency| consistency.name() == name);
+        matching_mode.ok_or_else(|| UnknownConsistency(name.to_owned()))
     }
 }
 
 /// Component that writes the cookies into the TCP timestamps of a service.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Timestamps {
+pub enum TimestampOrigin {
     /// The servers write the cookies, by `bpf/server/server.bpf.c`.
     #[default]
     Server,
@@ -64,13 +64,13 @@ pub enum Timestamps {
     Off,
 }
 
-impl Timestamps {
+impl TimestampOrigin {
     /// Returns the name of this origin in configuration and messages.
     pub fn name(self) -> &'static str {
         match self {
-            Timestamps::Server => "server",
-            Timestamps::LoadBalancer => "lb",
-            Timestamps::Off => "off",
+            TimestampOrigin::Server => "server",
+            TimestampOrigin::LoadBalancer => "lb",
+            TimestampOrigin::Off => "off",
         }
     }
 }
@@ -78,14 +78,17 @@ impl Timestamps {
 /// Error: a name that no origin of timestamps has.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("timestamps by {0:?}: expected \"server\", \"lb\" or \"off\"")]
-pub struct UnknownTimestamps(pub String);
+pub struct UnknownTimestampOrigin(pub String);
 
-impl std::str::FromStr for Timestamps {
-    type Err = UnknownTimestamps;
+impl std::str::FromStr for TimestampOrigin {
+    type Err = UnknownTimestampOrigin;
 
     fn from_str(name: &str) -> Result<Self, Self::Err> {
-        let all = [Timestamps::Server, Timestamps::LoadBalancer, Timestamps::Off];
-        all.into_iter().find(|timestamps| timestamps.name() == name).ok_or_else(|| UnknownTimestamps(name.to_owned()))
+        let origins = [TimestampOrigin::Server, TimestampOrigin::LoadBalancer, TimestampOrigin::Off];
+        origins
+            .into_iter()
+            .find(|timestamps| timestamps.name() == name)
+            .ok_or_else(|| UnknownTimestampOrigin(name.to_owned()))
     }
 }
 
@@ -111,18 +114,18 @@ impl ServiceMigration {
 /// Error: an invalid setting of a service's mode.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{key}: {reason}")]
-pub struct InvalidSetting {
+pub struct InvalidModeSetting {
     /// Name of the invalid setting.
     pub key: String,
     /// Description of the found and of the expected value.
     pub reason: String,
 }
 
-const CONSISTENCY: &str = "consistency";
-const TIMESTAMPS: &str = "timestamps";
-const FORWARDING: &str = "forwarding";
-const ADOPTED_FROM: &str = "adopted_from";
-const HANDED_OVER_TO: &str = "handed_over_to";
+const CONSISTENCY_KEY: &str = "consistency";
+const TIMESTAMPS_KEY: &str = "timestamps";
+const FORWARDING_KEY: &str = "forwarding";
+const ADOPTED_FROM_KEY: &str = "adopted_from";
+const HANDED_OVER_TO_KEY: &str = "handed_over_to";
 
 /// Data-plane settings of a service, except its address.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
@@ -130,7 +133,7 @@ pub struct ServiceMode {
     /// Consistency mode.
     pub consistency: Consistency,
     /// Component that writes the cookies.
-    pub timestamps: Timestamps,
+    pub timestamps: TimestampOrigin,
     /// Migration in progress, if any.
     pub migration: Option<ServiceMigration>,
     /// Method by which the load balancer forwards packets to servers.
@@ -144,13 +147,13 @@ impl ServiceMode {
     }
 
     /// Returns whether servers write cookies into the timestamps of the service's packets.
-    pub fn is_stamped(self) -> bool {
-        self.has_cookies() && self.timestamps == Timestamps::Server
+    pub fn is_stamped_by_servers(self) -> bool {
+        self.has_cookies() && self.timestamps == TimestampOrigin::Server
     }
 
     /// Returns whether servers write cookies into the timestamps of new connections of the service.
-    pub fn stamps_new_connections(self) -> bool {
-        self.is_stamped() && !self.is_handed_over()
+    pub fn servers_stamp_new_connections(self) -> bool {
+        self.is_stamped_by_servers() && !self.is_handed_over()
     }
 
     /// Returns whether another load balancer gets the service's new connections.
@@ -166,7 +169,7 @@ impl ServiceMode {
             return false;
         }
         match self.consistency {
-            Consistency::Stateless | Consistency::Stateful => self.timestamps != Timestamps::LoadBalancer,
+            Consistency::Stateless | Consistency::Stateful => self.timestamps != TimestampOrigin::LoadBalancer,
             Consistency::HashTable => true,
             Consistency::None | Consistency::Beamer => false,
         }
@@ -176,38 +179,42 @@ impl ServiceMode {
     /// servers have no program to read it. During a migration all packets carry the other load balancer.
     pub fn marks_previous_server(self) -> bool {
         self.consistency == Consistency::Beamer
-            || self.has_cookies() && self.timestamps == Timestamps::Off
+            || self.has_cookies() && self.timestamps == TimestampOrigin::Off
             || self.migration.is_some()
     }
 
     /// Returns the name and the value of each setting, for messages.
     pub fn settings(self) -> Vec<(&'static str, String)> {
         let mut settings = vec![
-            (CONSISTENCY, self.consistency.name()),
-            (TIMESTAMPS, self.timestamps.name().to_owned()),
-            (FORWARDING, self.forwarding.name().to_owned()),
+            (CONSISTENCY_KEY, self.consistency.name()),
+            (TIMESTAMPS_KEY, self.timestamps.name().to_owned()),
+            (FORWARDING_KEY, self.forwarding.name().to_owned()),
         ];
         settings.extend(self.migration.map(|transfer| match transfer {
-            ServiceMigration::AdoptedFrom(id) => (ADOPTED_FROM, id.to_string()),
-            ServiceMigration::HandedOverTo(id) => (HANDED_OVER_TO, id.to_string()),
+            ServiceMigration::AdoptedFrom(id) => (ADOPTED_FROM_KEY, id.to_string()),
+            ServiceMigration::HandedOverTo(id) => (HANDED_OVER_TO_KEY, id.to_string()),
         }));
         settings
     }
 
     /// Returns the mode with these settings: the inverse of [`ServiceMode::settings`]. Absent settings have their
     /// defaults. Fails at unknown settings: packets must not be forwarded in another mode than requested.
-    pub fn from_settings<'a>(settings: impl IntoIterator<Item = (&'a str, &'a str)>) -> Result<Self, InvalidSetting> {
+    pub fn from_settings<'a>(
+        settings: impl IntoIterator<Item = (&'a str, &'a str)>,
+    ) -> Result<Self, InvalidModeSetting> {
         let mut mode = Self::default();
         for (key, value) in settings {
             match key {
-                CONSISTENCY => mode.consistency = parse_setting(key, value)?,
-                TIMESTAMPS => mode.timestamps = parse_setting(key, value)?,
-                FORWARDING => mode.forwarding = parse_setting(key, value)?,
-                ADOPTED_FROM => mode.migration = Some(ServiceMigration::AdoptedFrom(parse_id(key, value)?)),
-                HANDED_OVER_TO => mode.migration = Some(ServiceMigration::HandedOverTo(parse_id(key, value)?)),
+                CONSISTENCY_KEY => mode.consistency = parse_setting(key, value)?,
+                TIMESTAMPS_KEY => mode.timestamps = parse_setting(key, value)?,
+                FORWARDING_KEY => mode.forwarding = parse_setting(key, value)?,
+                ADOPTED_FROM_KEY => mode.migration = Some(ServiceMigration::AdoptedFrom(parse_server_id(key, value)?)),
+                HANDED_OVER_TO_KEY => {
+                    mode.migration = Some(ServiceMigration::HandedOverTo(parse_server_id(key, value)?))
+                }
                 _ => {
                     let reason = format!("this version does not have it, value {value:?}: expected a newer version");
-                    return Err(InvalidSetting { key: key.to_owned(), reason });
+                    return Err(InvalidModeSetting { key: key.to_owned(), reason });
                 }
             }
         }
@@ -216,60 +223,65 @@ impl ServiceMode {
 
     /// Returns the mode's bits in `service_slot.number` of `bpf/include/intf.h`, without the service's index. They do
     /// not include the forwarding method.
-    pub fn slot_bits(self) -> u32 {
-        let timestamps = match self.timestamps {
-            Timestamps::Server => 0,
-            Timestamps::Off => intf::SERVICE_TIMESTAMPS_OFF,
-            Timestamps::LoadBalancer => intf::SERVICE_TIMESTAMPS_LB,
+    pub fn service_slot_bits(self) -> u32 {
+        let timestamp_bits = match self.timestamps {
+            TimestampOrigin::Server => 0,
+            TimestampOrigin::Off => intf::SERVICE_TIMESTAMPS_OFF,
+            TimestampOrigin::LoadBalancer => intf::SERVICE_TIMESTAMPS_LB,
         };
-        let transfer = self.migration.map_or(0, |transfer| {
-            let direction = match transfer {
+        let migration_bits = self.migration.map_or(0, |transfer| {
+            let direction_bit = match transfer {
                 ServiceMigration::AdoptedFrom(_) => intf::SERVICE_ADOPTED,
                 ServiceMigration::HandedOverTo(_) => intf::SERVICE_HANDED_OVER,
             };
-            direction | u32::from(transfer.other_balancer().get()) << intf::SERVICE_OTHER_BALANCER_SHIFT
+            direction_bit | u32::from(transfer.other_balancer().get()) << intf::SERVICE_OTHER_BALANCER_SHIFT
         });
-        self.consistency.number() << intf::SERVICE_CONSISTENCY_SHIFT | timestamps | transfer
+        self.consistency.number() << intf::SERVICE_CONSISTENCY_SHIFT | timestamp_bits | migration_bits
     }
 
-    /// Returns the mode with these [`ServiceMode::slot_bits`] and the default forwarding; `None` for bits of no mode.
-    pub fn from_slot_bits(bits: u32) -> Option<Self> {
+    /// Returns the mode with these [`ServiceMode::service_slot_bits`] and the default forwarding; `None` for bits of no
+    /// mode.
+    pub fn from_service_slot_bits(bits: u32) -> Option<Self> {
         let consistency = bits >> intf::SERVICE_CONSISTENCY_SHIFT & intf::SERVICE_CONSISTENCY_MASK;
         let timestamps = match bits & (intf::SERVICE_TIMESTAMPS_OFF | intf::SERVICE_TIMESTAMPS_LB) {
-            0 => Timestamps::Server,
-            intf::SERVICE_TIMESTAMPS_OFF => Timestamps::Off,
-            _ => Timestamps::LoadBalancer,
+            0 => TimestampOrigin::Server,
+            intf::SERVICE_TIMESTAMPS_OFF => TimestampOrigin::Off,
+            _ => TimestampOrigin::LoadBalancer,
         };
-        let other = bits >> intf::SERVICE_OTHER_BALANCER_SHIFT & (intf::SERVER_ID_COUNT - 1);
-        let other = ServerId::try_from(u64::from(other)).ok()?;
+        let other_balancer_id = bits >> intf::SERVICE_OTHER_BALANCER_SHIFT & (intf::SERVER_ID_COUNT - 1);
+        let other_balancer = ServerId::try_from(u64::from(other_balancer_id)).ok()?;
         let migration = match bits & (intf::SERVICE_ADOPTED | intf::SERVICE_HANDED_OVER) {
             0 => None,
-            intf::SERVICE_ADOPTED => Some(ServiceMigration::AdoptedFrom(other)),
-            _ => Some(ServiceMigration::HandedOverTo(other)),
+            intf::SERVICE_ADOPTED => Some(ServiceMigration::AdoptedFrom(other_balancer)),
+            _ => Some(ServiceMigration::HandedOverTo(other_balancer)),
         };
         let consistency = *Consistency::ALL.get(consistency as usize)?;
         let mode = Self { consistency, timestamps, migration, forwarding: Forwarding::default() };
-        (mode.slot_bits() == bits).then_some(mode)
+        (mode.service_slot_bits() == bits).then_some(mode)
     }
 
     /// Returns the default mode of services of a protocol. UDP has no cookie, so its default is the flow table.
-    pub fn default_for(protocol: Protocol) -> Self {
+    pub fn default_for_protocol(protocol: Protocol) -> Self {
         match protocol {
             Protocol::Tcp => Self::default(),
             Protocol::Udp => {
-                Self { consistency: Consistency::HashTable, timestamps: Timestamps::Off, ..Self::default() }
+                Self { consistency: Consistency::HashTable, timestamps: TimestampOrigin::Off, ..Self::default() }
             }
         }
     }
 }
 
-fn parse_setting<T: std::str::FromStr<Err: std::fmt::Display>>(key: &str, value: &str) -> Result<T, InvalidSetting> {
-    value.parse().map_err(|error: T::Err| InvalidSetting { key: key.to_owned(), reason: error.to_string() })
+fn parse_setting<T: std::str::FromStr<Err: std::fmt::Display>>(
+    key: &str,
+    value: &str,
+) -> Result<T, InvalidModeSetting> {
+    value.parse().map_err(|error: T::Err| InvalidModeSetting { key: key.to_owned(), reason: error.to_string() })
 }
 
-fn parse_id(key: &str, value: &str) -> Result<ServerId, InvalidSetting> {
+fn parse_server_id(key: &str, value: &str) -> Result<ServerId, InvalidModeSetting> {
     let id: u64 = parse_setting(key, value)?;
-    id.try_into().map_err(|error: ServerIdOutOfRange| InvalidSetting { key: key.to_owned(), reason: error.to_string() })
+    id.try_into()
+        .map_err(|error: ServerIdOutOfRange| InvalidModeSetting { key: key.to_owned(), reason: error.to_string() })
 }
 
 #[cfg(test)]
@@ -277,15 +289,18 @@ mod tests {
     use super::*;
 
     fn all_modes() -> Vec<ServiceMode> {
-        let other = ServerId::try_from(16_383).unwrap();
+        let other_balancer = ServerId::try_from(16_383).unwrap();
         let mut modes = Vec::new();
         for consistency in Consistency::ALL {
-            for timestamps in [Timestamps::Server, Timestamps::Off, Timestamps::LoadBalancer] {
-                for migration in
-                    [None, Some(ServiceMigration::AdoptedFrom(other)), Some(ServiceMigration::HandedOverTo(other))]
-                {
-                    let of = |forwarding| ServiceMode { consistency, timestamps, migration, forwarding };
-                    modes.extend(Forwarding::ALL.map(of));
+            for timestamps in [TimestampOrigin::Server, TimestampOrigin::Off, TimestampOrigin::LoadBalancer] {
+                for migration in [
+                    None,
+                    Some(ServiceMigration::AdoptedFrom(other_balancer)),
+                    Some(ServiceMigration::HandedOverTo(other_balancer)),
+                ] {
+                    let mode_with_forwarding =
+                        |forwarding| ServiceMode { consistency, timestamps, migration, forwarding };
+                    modes.extend(Forwarding::ALL.map(mode_with_forwarding));
                 }
             }
         }
@@ -293,11 +308,11 @@ mod tests {
     }
 
     #[test]
-    fn settings_round_trip() {
+    fn service_mode_settings_round_trip() {
         for mode in all_modes() {
             let settings = mode.settings();
-            let written = settings.iter().map(|(key, value)| (*key, value.as_str()));
-            assert_eq!(ServiceMode::from_settings(written), Ok(mode));
+            let name_value_pairs = settings.iter().map(|(key, value)| (*key, value.as_str()));
+            assert_eq!(ServiceMode::from_settings(name_value_pairs), Ok(mode));
         }
         assert_eq!(ServiceMode::from_settings([]), Ok(ServiceMode::default()));
         let error = |key, value| ServiceMode::from_settings([(key, value)]).unwrap_err().to_string();
@@ -311,23 +326,23 @@ mod tests {
     }
 
     #[test]
-    fn slot_bits_round_trip() {
+    fn service_slot_bits_round_trip() {
         for mode in all_modes() {
-            let stored = ServiceMode { forwarding: Forwarding::default(), ..mode };
-            assert_eq!(ServiceMode::from_slot_bits(mode.slot_bits()), Some(stored));
+            let expected = ServiceMode { forwarding: Forwarding::default(), ..mode };
+            assert_eq!(ServiceMode::from_service_slot_bits(mode.service_slot_bits()), Some(expected));
         }
         for none in [intf::SERVICE_ADDRESS_ONLY, intf::NO_SERVICE, 5 << intf::SERVICE_CONSISTENCY_SHIFT, 1 << 20] {
-            assert_eq!(ServiceMode::from_slot_bits(none & !intf::SERVICE_INDEX_MASK), None, "{none:#x}");
+            assert_eq!(ServiceMode::from_service_slot_bits(none & !intf::SERVICE_INDEX_MASK), None, "{none:#x}");
         }
     }
 
     #[test]
-    fn names_round_trip() {
+    fn mode_names_round_trip() {
         for consistency in Consistency::ALL {
             assert_eq!(consistency.name().parse(), Ok(consistency));
         }
         assert_eq!(Consistency::HashTable.name(), "hash-table");
-        for timestamps in [Timestamps::Server, Timestamps::LoadBalancer, Timestamps::Off] {
+        for timestamps in [TimestampOrigin::Server, TimestampOrigin::LoadBalancer, TimestampOrigin::Off] {
             assert_eq!(timestamps.name().parse(), Ok(timestamps));
         }
         assert!(

@@ -13,7 +13,7 @@ use coreward_intf as intf;
 use rand::Rng;
 use siphasher::sip::SipHasher13;
 
-pub use permutation::Permutation;
+pub use permutation::KeyedPermutation;
 
 use crate::{FourTuple, ServerId};
 
@@ -54,7 +54,7 @@ impl std::fmt::Debug for CookieKey {
 
 /// The two cookie keys of a fleet, and the index of the key with which new cookies are stamped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct FleetKeys {
+pub struct FleetCookieKeys {
     /// The two keys; cookies of both are always accepted.
     pub keys: [CookieKey; 2],
     /// Index of the key with which new cookies are stamped.
@@ -94,13 +94,13 @@ pub enum Cookie {
     TableIndex(u16),
 }
 
-impl FleetKeys {
+impl FleetCookieKeys {
     /// Returns the keys for a server's TSval `milliseconds`, if `current` stamps from TSval `switch_ms` on, and the
     /// other key before. The TSval decides, not the time at which the packet passes, so that TSval never decreases
     /// (PAWS). The two times are less than 2^31 ms apart.
-    pub fn at_tsval(&self, milliseconds: u32, switch_ms: u32) -> FleetKeys {
-        let switched = milliseconds.wrapping_sub(switch_ms) as i32 >= 0;
-        FleetKeys { current: if switched { self.current } else { self.current.other() }, ..*self }
+    pub fn for_tsval(&self, milliseconds: u32, switch_ms: u32) -> FleetCookieKeys {
+        let is_switched = milliseconds.wrapping_sub(switch_ms) as i32 >= 0;
+        FleetCookieKeys { current: if is_switched { self.current } else { self.current.other() }, ..*self }
     }
 }
 
@@ -132,14 +132,14 @@ fn socket_word(of: SocketAddrV4) -> u64 {
 fn fold_vip(key: &CookieKey, vip: SocketAddrV6) -> u64 {
     let (both, factor) = (u128::from_le_bytes(vip.ip().octets()), key.vip_factor());
     let [high, low] = [both as u64, (both >> 64) as u64];
-    let mixed = |word: u64| word ^ word >> 32;
-    let folded = (mixed(high.wrapping_mul(factor)) ^ low).wrapping_mul(factor);
-    mixed(folded).wrapping_add(u64::from(vip.port().to_be())).wrapping_mul(factor)
+    let xor_shift = |word: u64| word ^ word >> 32;
+    let folded = (xor_shift(high.wrapping_mul(factor)) ^ low).wrapping_mul(factor);
+    xor_shift(folded).wrapping_add(u64::from(vip.port().to_be())).wrapping_mul(factor)
 }
 
 /// Returns the number, modulo 2^16, that is added to the time in a cookie. It depends on the server's own time key but
 /// not on the fleet's keys, so a change of those does not interrupt a connection's time.
-pub fn time_addend(time_key: &CookieKey, tuple: &FourTuple) -> u16 {
+pub fn time_part_addend(time_key: &CookieKey, tuple: &FourTuple) -> u16 {
     cookie_hash(time_key, tuple) as u16
 }
 
@@ -148,50 +148,51 @@ pub fn time_addend(time_key: &CookieKey, tuple: &FourTuple) -> u16 {
 ///
 /// Never 0, which a client reads as "no TSecr" (RFC 7323, Sect. 3.2): then the time is one millisecond later.
 pub fn stamp_tsval(
-    keys: &FleetKeys,
+    keys: &FleetCookieKeys,
     time_key: &CookieKey,
     tuple: &FourTuple,
     cookie: Cookie,
     milliseconds: u32,
 ) -> u32 {
-    let plain = match cookie {
+    let plain_cookie = match cookie {
         Cookie::Server(id) => id.get(),
         Cookie::TableIndex(index) => index & intf::COOKIE_ID_MASK as u16 | intf::COOKIE_KIND_BIT as u16,
     };
     let key_bit = if keys.current == KeyIndex::Second { intf::COOKIE_KEY_BIT } else { 0 };
     let hash = cookie_hash(&keys.keys[keys.current.get()], tuple);
-    let low = Permutation::COOKIE.hide(hash, plain.into()) | key_bit;
-    let high = (milliseconds as u16).wrapping_add(time_addend(time_key, tuple));
-    let stamped = u32::from(high) << intf::COOKIE_TIME_SHIFT | low;
-    if stamped == 0 { 1 << intf::COOKIE_TIME_SHIFT } else { stamped }
+    let cookie_part = KeyedPermutation::COOKIE.hide(hash, plain_cookie.into()) | key_bit;
+    let time_part = (milliseconds as u16).wrapping_add(time_part_addend(time_key, tuple));
+    let stamped_tsval = u32::from(time_part) << intf::COOKIE_TIME_SHIFT | cookie_part;
+    if stamped_tsval == 0 { 1 << intf::COOKIE_TIME_SHIFT } else { stamped_tsval }
 }
 
 /// Returns the cookie in the TSecr of a client's packet.
-pub fn decode_cookie(keys: &FleetKeys, tuple: &FourTuple, tsecr: u32) -> Cookie {
+pub fn decode_cookie(keys: &FleetCookieKeys, tuple: &FourTuple, tsecr: u32) -> Cookie {
     let key = &keys.keys[usize::from(tsecr & intf::COOKIE_KEY_BIT != 0)];
-    let plain = Permutation::COOKIE.reveal(cookie_hash(key, tuple), tsecr & intf::COOKIE_HIDDEN_MASK) as u16;
-    let number = plain & intf::COOKIE_ID_MASK as u16;
-    if plain & intf::COOKIE_KIND_BIT as u16 == 0 {
-        Cookie::Server(ServerId::try_from(u64::from(number)).expect("14 bits"))
+    let plain_cookie =
+        KeyedPermutation::COOKIE.reveal(cookie_hash(key, tuple), tsecr & intf::COOKIE_HIDDEN_MASK) as u16;
+    let cookie_number = plain_cookie & intf::COOKIE_ID_MASK as u16;
+    if plain_cookie & intf::COOKIE_KIND_BIT as u16 == 0 {
+        Cookie::Server(ServerId::try_from(u64::from(cookie_number)).expect("14 bits"))
     } else {
-        Cookie::TableIndex(number)
+        Cookie::TableIndex(cookie_number)
     }
 }
 
 /// Returns the time in the TSecr of a client's packet: the low 16 bits of the server's own TSval.
-pub fn stamped_time(time_key: &CookieKey, tuple: &FourTuple, tsecr: u32) -> u16 {
-    ((tsecr >> intf::COOKIE_TIME_SHIFT) as u16).wrapping_sub(time_addend(time_key, tuple))
+pub fn decode_time_part(time_key: &CookieKey, tuple: &FourTuple, tsecr: u32) -> u16 {
+    ((tsecr >> intf::COOKIE_TIME_SHIFT) as u16).wrapping_sub(time_part_addend(time_key, tuple))
 }
 
 /// Maximum time (ms) by which a server's own TSval may be ahead of the clock that restores it: the clocks of kernel and
 /// BPF are read at different times and rounded differently.
-pub const RESTORE_SLACK_MS: u32 = intf::RESTORE_SLACK_MS;
+pub const TSVAL_RESTORE_SLACK_MS: u32 = intf::RESTORE_SLACK_MS;
 
 /// Returns the server's own TSval whose low 16 bits are `time`: the latest such value that is not after `now_ms` +
 /// slack. Correct for values up to 65.5 s old.
 pub fn restore_tsval(time: u16, now_ms: u32) -> u32 {
-    let reference = now_ms.wrapping_add(RESTORE_SLACK_MS);
-    reference.wrapping_sub(u32::from((reference as u16).wrapping_sub(time)))
+    let latest_ms = now_ms.wrapping_add(TSVAL_RESTORE_SLACK_MS);
+    latest_ms.wrapping_sub(u32::from((latest_ms as u16).wrapping_sub(time)))
 }
 
 #[cfg(test)]
@@ -202,7 +203,7 @@ mod tests {
 
     use super::*;
 
-    fn tuple(client: u32, port: u16) -> FourTuple {
+    fn four_tuple(client: u32, port: u16) -> FourTuple {
         FourTuple::ipv4((Ipv4Addr::from(client), port), (Ipv4Addr::new(10, 200, 0, 1), 80))
     }
 
@@ -210,21 +211,21 @@ mod tests {
     fn every_part_of_an_ipv6_tuple_changes_its_hash() {
         let key = CookieKey { k0: 1, k1: 2 };
         let (client, vip) = (Ipv6Addr::from(0x2001_0db8 << 96 | 7), Ipv6Addr::from(0x2001_0db8 << 96 | 1));
-        let plain = cookie_hash(&key, &FourTuple::ipv6((client, 1024), (vip, 80)));
-        let mut seen = std::collections::HashSet::from([plain]);
+        let unflipped_hash = cookie_hash(&key, &FourTuple::ipv6((client, 1024), (vip, 80)));
+        let mut hashes = std::collections::HashSet::from([unflipped_hash]);
         for bit in 0..128 {
-            let flipped = |address: Ipv6Addr| Ipv6Addr::from(u128::from(address) ^ 1 << bit);
-            assert!(seen.insert(cookie_hash(&key, &FourTuple::ipv6((flipped(client), 1024), (vip, 80)))));
-            assert!(seen.insert(cookie_hash(&key, &FourTuple::ipv6((client, 1024), (flipped(vip), 80)))));
+            let flip_bit = |address: Ipv6Addr| Ipv6Addr::from(u128::from(address) ^ 1 << bit);
+            assert!(hashes.insert(cookie_hash(&key, &FourTuple::ipv6((flip_bit(client), 1024), (vip, 80)))));
+            assert!(hashes.insert(cookie_hash(&key, &FourTuple::ipv6((client, 1024), (flip_bit(vip), 80)))));
         }
         for bit in 0..16 {
-            assert!(seen.insert(cookie_hash(&key, &FourTuple::ipv6((client, 1024 ^ 1 << bit), (vip, 80)))));
-            assert!(seen.insert(cookie_hash(&key, &FourTuple::ipv6((client, 1024), (vip, 80 ^ 1 << bit)))));
+            assert!(hashes.insert(cookie_hash(&key, &FourTuple::ipv6((client, 1024 ^ 1 << bit), (vip, 80)))));
+            assert!(hashes.insert(cookie_hash(&key, &FourTuple::ipv6((client, 1024), (vip, 80 ^ 1 << bit)))));
         }
     }
 
-    fn keys(k: [u64; 4], second: bool) -> FleetKeys {
-        FleetKeys {
+    fn fleet_keys(k: [u64; 4], second: bool) -> FleetCookieKeys {
+        FleetCookieKeys {
             keys: [CookieKey { k0: k[0], k1: k[1] }, CookieKey { k0: k[2], k1: k[3] }],
             current: if second { KeyIndex::Second } else { KeyIndex::First },
         }
@@ -232,31 +233,32 @@ mod tests {
 
     proptest! {
         #[test]
-        fn tsecr_names_the_server_and_restores_the_time(
+        fn tsecr_yields_the_server_id_and_the_original_time(
             k: [u64; 4], time: [u64; 2], second: bool, client: u32, port: u16,
             id in 0u64..16_384, sent: u32, age in 0u32..65_000,
         ) {
-            let (keys, time_key) = (keys(k, second), CookieKey { k0: time[0], k1: time[1] });
-            let tuple = tuple(client, port);
+            let (keys, time_key) = (fleet_keys(k, second), CookieKey { k0: time[0], k1: time[1] });
+            let tuple = four_tuple(client, port);
             let server = ServerId::try_from(id).unwrap();
-            let stamped = stamp_tsval(&keys, &time_key, &tuple, Cookie::Server(server), sent);
-            prop_assert_ne!(stamped, 0);
+            let stamped_tsval = stamp_tsval(&keys, &time_key, &tuple, Cookie::Server(server), sent);
+            prop_assert_ne!(stamped_tsval, 0);
             // The key that stamps may have changed meanwhile; the key bit of TSecr names the right one.
-            let rotated = FleetKeys { current: KeyIndex::First, ..keys };
-            prop_assert_eq!(decode_cookie(&rotated, &tuple, stamped), Cookie::Server(server));
-            let restored = restore_tsval(stamped_time(&time_key, &tuple, stamped), sent.wrapping_add(age));
-            prop_assert!(restored == sent || restored == sent.wrapping_add(1));
+            let keys_after_rotation = FleetCookieKeys { current: KeyIndex::First, ..keys };
+            prop_assert_eq!(decode_cookie(&keys_after_rotation, &tuple, stamped_tsval), Cookie::Server(server));
+            let restored_tsval = restore_tsval(decode_time_part(&time_key, &tuple, stamped_tsval),
+                sent.wrapping_add(age));
+            prop_assert!(restored_tsval == sent || restored_tsval == sent.wrapping_add(1));
         }
     }
 
     #[test]
     fn tsval_zero_is_never_sent() {
         // A key and tuple for which the plain stamp would be 0, found by choosing id and time from the masks.
-        let keys = keys([1, 2, 3, 4], false);
-        let tuple = tuple(0x0a01_0007, 40312);
+        let keys = fleet_keys([1, 2, 3, 4], false);
+        let tuple = four_tuple(0x0a01_0007, 40312);
         let time_key = CookieKey { k0: 5, k1: 6 };
         let cookie = decode_cookie(&keys, &tuple, 0);
-        let milliseconds = u32::from(time_addend(&time_key, &tuple).wrapping_neg());
+        let milliseconds = u32::from(time_part_addend(&time_key, &tuple).wrapping_neg());
         assert_eq!(stamp_tsval(&keys, &time_key, &tuple, cookie, milliseconds), 1 << 16);
     }
 }

@@ -1,15 +1,15 @@
 //! A fleet in virtual time: agents report loads, the controller computes tables, the load balancer places connections,
-//! and RSS picks the core. All decisions use the live code; the caller serves packets or requests ([`crate::replay`]
-//! for arrival logs, the simulator for traces).
+//! and RSS picks the core. All decisions use the live code; the caller serves packets or requests
+//! ([`crate::replay_for_variances`] for arrival logs, the simulator for traces).
 //!
 //! Simplifications: the network has no delay, so a report arrives, and its table comes into force, at the time of the
 //! measurement. Reports may be older than the table, as with agents that do not report all at once
 //! ([`SimulatedCluster::report_measured_at`]). A table may come into force after its creation
-//! ([`SimulatedCluster::prepare`]).
+//! ([`SimulatedCluster::prepare_table`]).
 
 use std::sync::Arc;
 
-use crate::load::{Alpha, CoreReadings, LoadTracker};
+use crate::load::{CoreReadings, LoadTracker, SmoothingWeight};
 use crate::placement::{BucketCount, PlacementState, PlacementTable};
 use crate::policy::{Policy, Pool, PoolServer, RackSummary, ServerLoads};
 use crate::rss::{IndirectionTable, IndirectionTableError, RssConfig, RssKey, ToeplitzTables, uniform_below};
@@ -17,7 +17,7 @@ use crate::{FourTuple, ServerId};
 
 /// Method by which the servers' indirection tables are drawn, each with the server's id as the seed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum TableDraw {
+pub enum IndirectionTableDraw {
     /// Every core has the same number of entries (+-1): [`IndirectionTable::balanced`].
     #[default]
     Balanced,
@@ -33,37 +33,37 @@ pub struct FleetPlan {
     /// Number of cores of each server, at least 1.
     pub cores_per_server: u16,
     /// Number of buckets of the placement table, and of entries of each indirection table.
-    pub buckets: BucketCount,
+    pub bucket_count: BucketCount,
     /// Weight of the newest report in the moving averages of the loads.
-    pub alpha: Alpha,
+    pub alpha: SmoothingWeight,
     /// The RSS key of all NICs.
     pub key: RssKey,
     /// Method by which the servers' indirection tables are drawn.
-    pub tables: TableDraw,
+    pub tables: IndirectionTableDraw,
 }
 
 /// Simulated fleet: servers, their loads in the controller, and the placement table in force.
 pub struct SimulatedCluster {
     plan: FleetPlan,
-    rss: Vec<RssConfig>,
-    trackers: Vec<LoadTracker>,
-    table: PlacementTable,
-    state: PlacementState,
-    sequence: u64,
+    rss_configs: Vec<RssConfig>,
+    load_trackers: Vec<LoadTracker>,
+    placement_table: PlacementTable,
+    placement_state: PlacementState,
+    report_sequence: u64,
     /// Number of connections placed since the previous report.
     opened_connections: u64,
     /// RSS keys used so far, each with its precomputed Toeplitz tables; the first one is the fleet's key.
     hashers: Vec<(RssKey, ToeplitzTables)>,
     /// Index in `hashers` of the key of each group of the placement table in force.
-    hasher_of_group: Vec<usize>,
+    hasher_index_by_group: Vec<usize>,
     /// Whether each server, by its position in the plan, gets new connections from the next table on.
-    eligible: Vec<bool>,
+    is_eligible: Vec<bool>,
     counts_requests: bool,
-    racks: Option<Racks>,
+    rack_controllers: Option<RackControllers>,
 }
 
 /// Rack controllers between the servers and the controller of a fleet.
-pub struct Racks {
+pub struct RackControllers {
     /// One policy for each rack, which smooths the rack's loads. Racks have the same number of servers (+-1).
     pub policies: Vec<Box<dyn Policy>>,
     /// Maximum number of candidates that a rack sends for each bucket.
@@ -78,20 +78,20 @@ pub struct FleetShape {
     /// Number of cores of each server: see [`FleetPlan::cores_per_server`].
     pub cores_per_server: u16,
     /// Number of buckets: see [`FleetPlan::buckets`].
-    pub buckets: BucketCount,
+    pub bucket_count: BucketCount,
     /// Weight of the newest report: see [`FleetPlan::alpha`].
-    pub alpha: Alpha,
+    pub alpha: SmoothingWeight,
     /// Method of drawing indirection tables: see [`FleetPlan::tables`].
-    pub tables: TableDraw,
+    pub tables: IndirectionTableDraw,
 }
 
 impl FleetShape {
     /// Returns a plan with random ids and a random RSS key, as the controller draws them. Ids are sparse, so each draw
     /// has different indirection tables.
     pub fn draw_plan(self, rng: &mut impl rand::Rng) -> FleetPlan {
-        let Self { server_count: servers, cores_per_server, buckets, alpha, tables } = self;
+        let Self { server_count: servers, cores_per_server, bucket_count: buckets, alpha, tables } = self;
         let servers = draw_server_ids(servers, rng);
-        FleetPlan { servers, cores_per_server, buckets, alpha, key: RssKey::random(rng), tables }
+        FleetPlan { servers, cores_per_server, bucket_count: buckets, alpha, key: RssKey::random(rng), tables }
     }
 }
 
@@ -107,27 +107,27 @@ fn draw_server_ids(servers: u16, rng: &mut impl rand::Rng) -> Vec<ServerId> {
 impl SimulatedCluster {
     /// Returns a fleet without reports. Fails when there are more buckets than an indirection table can have entries.
     pub fn new(plan: FleetPlan) -> Result<Self, IndirectionTableError> {
-        let entries = plan.buckets.get() as usize;
-        let draw = match plan.tables {
-            TableDraw::Balanced => IndirectionTable::balanced,
-            TableDraw::Independent => IndirectionTable::independent,
+        let entries = plan.bucket_count.get() as usize;
+        let draw_table = match plan.tables {
+            IndirectionTableDraw::Balanced => IndirectionTable::balanced,
+            IndirectionTableDraw::Independent => IndirectionTable::independent,
         };
-        let rss_of = |server: &ServerId| {
-            let indirection_table = draw(u64::from(server.get()), entries, plan.cores_per_server)?;
+        let rss_config_of = |server: &ServerId| {
+            let indirection_table = draw_table(u64::from(server.get()), entries, plan.cores_per_server)?;
             Ok(RssConfig { key: plan.key.clone(), indirection_table })
         };
         Ok(Self {
-            rss: plan.servers.iter().map(rss_of).collect::<Result<_, _>>()?,
-            trackers: vec![LoadTracker::default(); plan.servers.len()],
-            table: PlacementTable::empty(plan.buckets),
-            state: PlacementState::default(),
-            sequence: 0,
+            rss_configs: plan.servers.iter().map(rss_config_of).collect::<Result<_, _>>()?,
+            load_trackers: vec![LoadTracker::default(); plan.servers.len()],
+            placement_table: PlacementTable::empty(plan.bucket_count),
+            placement_state: PlacementState::default(),
+            report_sequence: 0,
             opened_connections: 0,
             hashers: vec![(plan.key.clone(), plan.key.tables())],
-            hasher_of_group: Vec::new(),
-            eligible: vec![true; plan.servers.len()],
+            hasher_index_by_group: Vec::new(),
+            is_eligible: vec![true; plan.servers.len()],
             counts_requests: false,
-            racks: None,
+            rack_controllers: None,
             plan,
         })
     }
@@ -135,12 +135,12 @@ impl SimulatedCluster {
     /// Returns the number of cores of the whole fleet. The index of a core is its server's position times the cores per
     /// server, plus its receive queue.
     pub fn core_count(&self) -> usize {
-        self.rss.len() * usize::from(self.plan.cores_per_server)
+        self.rss_configs.len() * usize::from(self.plan.cores_per_server)
     }
 
     /// Sets whether the server at `position` takes new connections from the next report on.
     pub fn set_eligible(&mut self, position: usize, eligible: bool) {
-        self.eligible[position] = eligible;
+        self.is_eligible[position] = eligible;
     }
 
     /// Makes each placement count as one request: see [`Pool::counting_requests`].
@@ -149,33 +149,38 @@ impl SimulatedCluster {
     }
 
     /// Makes the servers report to rack controllers from the next report on.
-    pub fn set_racks(&mut self, racks: Racks) {
-        self.racks = Some(racks);
+    pub fn set_racks(&mut self, racks: RackControllers) {
+        self.rack_controllers = Some(racks);
     }
 
     /// Sets the counter with which round-robin policies continue.
     pub fn set_round_robin_turn(&mut self, turn: u64) {
-        self.state.round_robin_counter = turn;
+        self.placement_state.round_robin_counter = turn;
     }
 
     /// Makes every agent report, computes a placement table by `policy`, and installs it. `busy_ns` is the total busy
     /// time of each core so far, `open_connections` the number of open connections of each server. Panics when
     /// `measured_ns` is not after the previous report's.
     pub fn report(&mut self, measured_ns: u64, busy_ns: &[u64], open_connections: &[u32], policy: &mut dyn Policy) {
-        let table = self.prepare(measured_ns, busy_ns, open_connections, policy);
+        let table = self.prepare_table(measured_ns, busy_ns, open_connections, policy);
         self.install_table(table);
     }
 
     /// Like [`SimulatedCluster::report`], but the table comes into force only with [`SimulatedCluster::install_table`].
     /// Panics in the same cases.
-    pub fn prepare(
+    pub fn prepare_table(
         &mut self,
         measured_ns: u64,
         busy_ns: &[u64],
         open_connections: &[u32],
         policy: &mut dyn Policy,
     ) -> PlacementTable {
-        self.table_measured_at(&vec![Some(measured_ns); self.rss.len()], busy_ns, open_connections, policy)
+        self.compute_table_measured_at(
+            &vec![Some(measured_ns); self.rss_configs.len()],
+            busy_ns,
+            open_connections,
+            policy,
+        )
     }
 
     /// Like [`SimulatedCluster::report`], with a time of measurement for each server; `None`: the server has not
@@ -187,56 +192,58 @@ impl SimulatedCluster {
         open_connections: &[u32],
         policy: &mut dyn Policy,
     ) {
-        let table = self.table_measured_at(measured_ns, busy_ns, open_connections, policy);
+        let table = self.compute_table_measured_at(measured_ns, busy_ns, open_connections, policy);
         self.install_table(table);
     }
 
-    fn table_measured_at(
+    fn compute_table_measured_at(
         &mut self,
         measured_ns: &[Option<u64>],
         busy_ns: &[u64],
         open_connections: &[u32],
         policy: &mut dyn Policy,
     ) -> PlacementTable {
-        self.sequence += 1;
-        let of_servers = busy_ns.chunks(usize::from(self.plan.cores_per_server));
-        for ((tracker, busy_ns), measured_ns) in self.trackers.iter_mut().zip(of_servers).zip(measured_ns) {
+        self.report_sequence += 1;
+        let busy_ns_by_server = busy_ns.chunks(usize::from(self.plan.cores_per_server));
+        for ((tracker, busy_ns), measured_ns) in self.load_trackers.iter_mut().zip(busy_ns_by_server).zip(measured_ns) {
             let Some(measured_ns) = *measured_ns else { continue };
-            let readings = CoreReadings { sequence: self.sequence, measured_ns, busy_ns: busy_ns.to_vec() };
+            let readings = CoreReadings { sequence: self.report_sequence, measured_ns, busy_ns: busy_ns.to_vec() };
             tracker.record_report(readings, self.plan.alpha).expect("reports are in order");
         }
         let servers = self.plan.servers.iter().enumerate().map(|(position, id)| PoolServer {
-            eligible: self.eligible[position],
-            loads: self.trackers[position].loads().cloned().map(ServerLoads::Local),
-            rss: Some(self.rss[position].clone()),
+            is_eligible: self.is_eligible[position],
+            loads: self.load_trackers[position].loads().cloned().map(ServerLoads::Local),
+            rss: Some(self.rss_configs[position].clone()),
             open_connections: open_connections[position],
             ..PoolServer::new(*id)
         });
         let servers: Vec<PoolServer> = servers.collect();
-        let pool = match &mut self.racks {
-            Some(racks) => racks.build_pool(servers, self.plan.buckets),
+        let pool = match &mut self.rack_controllers {
+            Some(racks) => racks.build_pool(servers, self.plan.bucket_count),
             None => Pool::new(servers, 1),
         };
         let pool = pool.with_opened_connections(std::mem::take(&mut self.opened_connections));
         let pool = if self.counts_requests { pool.counting_requests() } else { pool };
-        policy.compute_table(&pool, self.plan.buckets, self.sequence)
+        policy.compute_table(&pool, self.plan.bucket_count, self.report_sequence)
     }
 
     /// Puts a placement table in force as the data plane does: counts of assignments restart, the round-robin turn goes
     /// on.
     pub fn install_table(&mut self, table: PlacementTable) {
-        self.state =
-            PlacementState { round_robin_counter: self.state.round_robin_counter, ..PlacementState::for_table(&table) };
-        self.hasher_of_group.clear();
+        self.placement_state = PlacementState {
+            round_robin_counter: self.placement_state.round_robin_counter,
+            ..PlacementState::for_table(&table)
+        };
+        self.hasher_index_by_group.clear();
         for key in &table.groups {
-            let known = self.hashers.iter().position(|(known, _)| known == key);
-            let position = known.unwrap_or_else(|| {
+            let known_position = self.hashers.iter().position(|(known, _)| known == key);
+            let position = known_position.unwrap_or_else(|| {
                 self.hashers.push((key.clone(), key.tables()));
                 self.hashers.len() - 1
             });
-            self.hasher_of_group.push(position);
+            self.hasher_index_by_group.push(position);
         }
-        self.table = table;
+        self.placement_table = table;
     }
 
     /// Places a new connection and returns the index of its core: the load balancer selects the server, whose RSS
@@ -244,17 +251,20 @@ impl SimulatedCluster {
     pub fn place(&mut self, connection: &FourTuple) -> usize {
         self.opened_connections += 1;
         let bytes = connection.bytes();
-        let (hashers, hasher_of_group) = (&self.hashers, &self.hasher_of_group);
-        let hash = |group: usize| hashers[hasher_of_group[group]].1.hash(&bytes);
-        let server = self.table.choose_by_hash(&mut self.state, hash).expect("a table in which all are eligible");
+        let (hashers, hasher_of_group) = (&self.hashers, &self.hasher_index_by_group);
+        let hash_of_group = |group: usize| hashers[hasher_of_group[group]].1.hash(&bytes);
+        let server = self
+            .placement_table
+            .select_server_by_hash(&mut self.placement_state, hash_of_group)
+            .expect("a table in which all are eligible");
         let position = self.plan.servers.binary_search(&server).expect("a server of the fleet");
-        self.core_at(position, self.hashers[0].1.hash(&bytes))
+        self.core_index(position, self.hashers[0].1.hash(&bytes))
     }
 
     /// Returns the index of the core that the connection would reach on each server, in the order of servers.
     pub fn reachable_cores(&self, connection: &FourTuple) -> impl Iterator<Item = usize> {
         let hash = self.hashers[0].1.hash(&connection.bytes());
-        (0..self.rss.len()).map(move |position| self.core_at(position, hash))
+        (0..self.rss_configs.len()).map(move |position| self.core_index(position, hash))
     }
 
     /// Returns the RSS hash of the connection, which is the same at every NIC of the fleet.
@@ -264,22 +274,22 @@ impl SimulatedCluster {
 
     /// Returns the indirection table of the server at position `position`.
     pub fn indirection_table(&self, position: usize) -> &IndirectionTable {
-        &self.rss[position].indirection_table
+        &self.rss_configs[position].indirection_table
     }
 
-    fn core_at(&self, position: usize, hash: u32) -> usize {
+    fn core_index(&self, position: usize, hash: u32) -> usize {
         position * usize::from(self.plan.cores_per_server)
-            + usize::from(self.rss[position].indirection_table.queue(hash))
+            + usize::from(self.rss_configs[position].indirection_table.queue_of_hash(hash))
     }
 }
 
-impl Racks {
+impl RackControllers {
     /// Returns the controller's pool of servers, with a summary of each rack.
     fn build_pool(&mut self, servers: Vec<PoolServer>, buckets: BucketCount) -> Pool {
-        let count = self.policies.len();
-        let start = |rack: usize| rack * servers.len() / count;
+        let rack_count = self.policies.len();
+        let first_server_of = |rack: usize| rack * servers.len() / rack_count;
         let summaries = self.policies.iter_mut().enumerate().map(|(rack, policy)| {
-            let pool = Pool::new(servers[start(rack)..start(rack + 1)].to_vec(), 1);
+            let pool = Pool::new(servers[first_server_of(rack)..first_server_of(rack + 1)].to_vec(), 1);
             Arc::new(RackSummary::of(&pool, policy.as_mut(), buckets, self.candidates))
         });
         let summaries = summaries.collect();
@@ -296,11 +306,12 @@ mod tests {
     use crate::policy::policy_by_name;
     use crate::rss::seeded_rng;
 
-    fn fleet(tables: TableDraw) -> SimulatedCluster {
+    fn three_server_fleet(tables: IndirectionTableDraw) -> SimulatedCluster {
         let servers = [3u64, 70, 9_000].map(|id| ServerId::try_from(id).unwrap()).to_vec();
         let key = RssKey::random(&mut seeded_rng(5, 5));
-        let (buckets, alpha) = (BucketCount::PUBLISHED, Alpha::PUBLISHED);
-        SimulatedCluster::new(FleetPlan { servers, cores_per_server: 4, buckets, alpha, key, tables }).unwrap()
+        let (buckets, alpha) = (BucketCount::PUBLISHED, SmoothingWeight::PUBLISHED);
+        SimulatedCluster::new(FleetPlan { servers, cores_per_server: 4, bucket_count: buckets, alpha, key, tables })
+            .unwrap()
     }
 
     fn connection(port: u16) -> FourTuple {
@@ -308,16 +319,17 @@ mod tests {
     }
 
     #[test]
-    fn connections_follow_the_table_and_rss() {
+    fn connections_reach_the_core_of_table_and_rss() {
         for name in ["hash", "rr", "pow2", "crossrss", "crossrss-plus"] {
-            let (mut fleet, mut policy) = (fleet(TableDraw::Independent), policy_by_name(name, 1).unwrap());
+            let (mut fleet, mut policy) =
+                (three_server_fleet(IndirectionTableDraw::Independent), policy_by_name(name, 1).unwrap());
             for (report, busy_ms) in [0u64, 50].into_iter().enumerate() {
                 let busy_ns: Vec<u64> = (0..12).map(|core| busy_ms * core * 1_000_000).collect();
                 fleet.report(report as u64 * 100_000_000, &busy_ns, &[5, 5, 5], policy.as_mut());
             }
-            let (table, mut state) = (fleet.table.clone(), PlacementState::for_table(&fleet.table));
+            let (table, mut state) = (fleet.placement_table.clone(), PlacementState::for_table(&fleet.placement_table));
             for port in 1..500 {
-                let expected = table.choose(&mut state, &connection(port)).unwrap();
+                let expected = table.select_server(&mut state, &connection(port)).unwrap();
                 let position = fleet.plan.servers.iter().position(|server| *server == expected).unwrap();
                 let expected = fleet.reachable_cores(&connection(port)).nth(position).unwrap();
                 assert_eq!(fleet.place(&connection(port)), expected, "{name}, port {port}");
@@ -326,8 +338,9 @@ mod tests {
     }
 
     #[test]
-    fn loaded_cores_are_avoided() {
-        let (mut fleet, mut policy) = (fleet(TableDraw::Balanced), policy_by_name("crossrss", 1).unwrap());
+    fn loaded_cores_get_no_new_connections() {
+        let (mut fleet, mut policy) =
+            (three_server_fleet(IndirectionTableDraw::Balanced), policy_by_name("crossrss", 1).unwrap());
         let mut busy_ns = vec![100_000_000; 12];
         fleet.report(0, &[0; 12], &[0; 3], policy.as_mut());
         busy_ns[4..8].fill(0);

@@ -43,12 +43,12 @@ impl Forwarding {
     }
 
     /// Returns the length in bytes of the outer header of packets to `server`.
-    pub fn overhead(self, server: IpAddr) -> usize {
-        let ip = if server.is_ipv4() { 20 } else { 40 };
+    pub fn overhead_bytes(self, server: IpAddr) -> usize {
+        let ip_header_bytes = if server.is_ipv4() { 20 } else { 40 };
         match self {
             Forwarding::L2 => 0,
-            Forwarding::Ipip => ip,
-            Forwarding::Gue => ip + 8,
+            Forwarding::Ipip => ip_header_bytes,
+            Forwarding::Gue => ip_header_bytes + 8,
         }
     }
 }
@@ -62,19 +62,19 @@ impl std::str::FromStr for Forwarding {
     type Err = UnknownForwarding;
 
     fn from_str(name: &str) -> Result<Self, Self::Err> {
-        let known = Self::ALL.into_iter().find(|forwarding| forwarding.name() == name);
-        known.ok_or_else(|| UnknownForwarding(name.to_owned()))
+        let matching_forwarding = Self::ALL.into_iter().find(|forwarding| forwarding.name() == name);
+        matching_forwarding.ok_or_else(|| UnknownForwarding(name.to_owned()))
     }
 }
 
 /// Returns the source port of GUE for a flow, which is also its flow label in an IPv6 outer header: flow_port() of
 /// `bpf/lb/emit_gue.h`. `ports` are in packet byte order, 0 where unknown (later fragments, ICMP).
-pub fn flow_port(client: IpAddr, ports: [u8; 4]) -> u16 {
-    const FIRST: u16 = 0xc000;
-    const FACTOR: u64 = 0x9e37_79b9_7f4a_7c15;
-    let client = fold_client_address(&CookieKey { k0: FACTOR, k1: FACTOR }, client);
+pub fn gue_source_port(client: IpAddr, ports: [u8; 4]) -> u16 {
+    const FIRST_PORT: u16 = 0xc000;
+    const HASH_FACTOR: u64 = 0x9e37_79b9_7f4a_7c15;
+    let client = fold_client_address(&CookieKey { k0: HASH_FACTOR, k1: HASH_FACTOR }, client);
     let word = u64::from(client) | u64::from(u32::from_ne_bytes(ports)) << 32;
-    FIRST | (word.wrapping_mul(FACTOR) >> 50) as u16
+    FIRST_PORT | (word.wrapping_mul(HASH_FACTOR) >> 50) as u16
 }
 
 #[cfg(test)]
@@ -84,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_round_trip() {
+    fn forwarding_names_round_trip() {
         for forwarding in Forwarding::ALL {
             assert_eq!(forwarding.name().parse(), Ok(forwarding));
         }
@@ -93,29 +93,38 @@ mod tests {
     }
 
     #[test]
-    fn flows_of_one_client_and_of_many_are_spread_evenly() {
-        let port = |client: IpAddr, source: u16| {
+    fn gue_source_ports_of_one_client_and_of_many_are_spread_evenly() {
+        let gue_port = |client: IpAddr, source: u16| {
             let [high, low] = source.to_be_bytes();
-            flow_port(client, [high, low, 0, 80])
+            gue_source_port(client, [high, low, 0, 80])
         };
         let ipv4 = |client: u32| IpAddr::from(Ipv4Addr::from(0x0a00_0000 + client));
-        let prefix = Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 0).to_bits();
+        let ipv6_prefix = Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 0).to_bits();
         let (low, high) = (
-            |client: u32| IpAddr::from(Ipv6Addr::from_bits(prefix + u128::from(client))),
-            |client: u32| IpAddr::from(Ipv6Addr::from_bits(prefix + (u128::from(client) << 64))),
+            |client: u32| IpAddr::from(Ipv6Addr::from_bits(ipv6_prefix + u128::from(client))),
+            |client: u32| IpAddr::from(Ipv6Addr::from_bits(ipv6_prefix + (u128::from(client) << 64))),
         );
-        let one_client = |client: IpAddr| (32_768..60_960).map(|source| port(client, source)).collect::<Vec<u16>>();
-        let many_clients = |client: &dyn Fn(u32) -> IpAddr| {
-            (0..28_192).map(|number| port(client(number), 40_000)).collect::<Vec<u16>>()
+        let ports_of_one_client =
+            |client: IpAddr| (32_768..60_960).map(|source| gue_port(client, source)).collect::<Vec<u16>>();
+        let ports_of_many_clients = |client: &dyn Fn(u32) -> IpAddr| {
+            (0..28_192).map(|number| gue_port(client(number), 40_000)).collect::<Vec<u16>>()
         };
-        let flows =
-            [one_client(ipv4(1)), one_client(low(1)), many_clients(&ipv4), many_clients(&low), many_clients(&high)];
-        for ports in flows {
-            let mut groups = [0u32; 16];
-            ports.iter().for_each(|port| groups[usize::from(port % 16)] += 1);
+        let port_lists = [
+            ports_of_one_client(ipv4(1)),
+            ports_of_one_client(low(1)),
+            ports_of_many_clients(&ipv4),
+            ports_of_many_clients(&low),
+            ports_of_many_clients(&high),
+        ];
+        for ports in port_lists {
+            let mut counts_by_remainder = [0u32; 16];
+            ports.iter().for_each(|port| counts_by_remainder[usize::from(port % 16)] += 1);
             assert!(ports.iter().all(|port| *port >= 0xc000));
-            let mean = ports.len() as u32 / 16;
-            assert!(groups.iter().all(|count| count.abs_diff(mean) < mean / 5), "{groups:?}");
+            let mean_count = ports.len() as u32 / 16;
+            assert!(
+                counts_by_remainder.iter().all(|count| count.abs_diff(mean_count) < mean_count / 5),
+                "{counts_by_remainder:?}"
+            );
         }
     }
 }

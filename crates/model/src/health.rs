@@ -200,7 +200,8 @@ impl Jitter {
         self.0
     }
 
-    /// Returns the time to the next check, a tenth of `interval` to all of it. `draw`: random number from 0 to 1.
+    /// Returns the time until the next check, between a tenth of `interval` and the whole. `draw`: random number from 0
+    /// to 1.
     pub fn jittered_interval(self, interval: Duration, draw: f64) -> Duration {
         interval.mul_f64((1.0 - self.0 * draw.clamp(0.0, 1.0)).max(0.1))
     }
@@ -270,15 +271,16 @@ pub fn majority_verdicts<T: Ord + Clone>(
     observers: &[&BTreeMap<T, HealthVerdict>],
     before: impl Fn(&T) -> HealthVerdict,
 ) -> BTreeMap<T, HealthVerdict> {
-    let sees_any = |seen: &BTreeMap<T, HealthVerdict>| seen.values().any(|verdict| *verdict == HealthVerdict::Up);
-    let any_sees = observers.iter().any(|seen| sees_any(seen));
-    let mut balance: BTreeMap<&T, i64> = BTreeMap::new();
-    for seen in observers.iter().filter(|seen| !any_sees || sees_any(seen)) {
+    let finds_server_up =
+        |seen: &BTreeMap<T, HealthVerdict>| seen.values().any(|verdict| *verdict == HealthVerdict::Up);
+    let is_any_server_up = observers.iter().any(|seen| finds_server_up(seen));
+    let mut up_minus_down: BTreeMap<&T, i64> = BTreeMap::new();
+    for seen in observers.iter().filter(|seen| !is_any_server_up || finds_server_up(seen)) {
         for (target, verdict) in *seen {
-            *balance.entry(target).or_default() += if *verdict == HealthVerdict::Up { 1 } else { -1 };
+            *up_minus_down.entry(target).or_default() += if *verdict == HealthVerdict::Up { 1 } else { -1 };
         }
     }
-    let decide = |(target, balance): (&T, i64)| {
+    let decide_target = |(target, balance): (&T, i64)| {
         let verdict = match balance {
             1.. => HealthVerdict::Up,
             0 => before(target),
@@ -286,7 +288,7 @@ pub fn majority_verdicts<T: Ord + Clone>(
         };
         (target.clone(), verdict)
     };
-    balance.into_iter().map(decide).collect()
+    up_minus_down.into_iter().map(decide_target).collect()
 }
 
 #[cfg(test)]

@@ -1,33 +1,37 @@
 //! Activation times of the fleet's keys on a server's TSval clock.
 
-use crate::cookie::{CookieKey, FleetKeys};
+use crate::cookie::{CookieKey, FleetCookieKeys};
 
 /// Delay (ms) until a new current key is in force. No packet with a later TSval has been sent yet: the kernel dates a
 /// packet ahead only by its pacing (net/ipv4/tcp_output.c, tcp_update_skb_after_send).
-const SWITCH_AFTER_MS: u32 = 1000;
+const KEY_SWITCH_DELAY_MS: u32 = 1000;
 /// Age (ms) that the activation time of a key gets if the key is in force at once.
-const LONG_AGO_MS: u32 = 1 << 29;
+const PAST_ACTIVATION_AGE_MS: u32 = 1 << 29;
 /// Maximum age (ms) of an activation time. An older one is moved on, because 32-bit times are compared by the sign of
 /// their difference.
-const OLDEST_MS: u32 = 1 << 30;
+const MAX_ACTIVATION_AGE_MS: u32 = 1 << 30;
 
 /// Returns the TSval from which the keys `new` are in force. The keys `known` have been in force since `switch_ms`.
-pub fn switch_ms((known, switch_ms): &(FleetKeys, u32), new: &FleetKeys, now_ms: u32) -> u32 {
-    let stamping = |keys: &FleetKeys| keys.keys[keys.current.get()];
+pub fn activation_time_ms((known, switch_ms): &(FleetCookieKeys, u32), new: &FleetCookieKeys, now_ms: u32) -> u32 {
+    let stamping_key = |keys: &FleetCookieKeys| keys.keys[keys.current.get()];
     if known.keys == [CookieKey { k0: 0, k1: 0 }; 2] {
-        now_ms.wrapping_sub(LONG_AGO_MS)
-    } else if stamping(known) != stamping(new) {
-        now_ms.wrapping_add(SWITCH_AFTER_MS)
+        now_ms.wrapping_sub(PAST_ACTIVATION_AGE_MS)
+    } else if stamping_key(known) != stamping_key(new) {
+        now_ms.wrapping_add(KEY_SWITCH_DELAY_MS)
     } else {
-        renew_switch_ms(*switch_ms, now_ms)
+        renew_activation_time_ms(*switch_ms, now_ms)
     }
 }
 
 /// Returns the activation time `switch_ms`, moved on if it is so old that it would soon seem to be in the future.
-pub fn renew_switch_ms(switch_ms: u32, now_ms: u32) -> u32 {
-    let past = now_ms.wrapping_sub(switch_ms);
+pub fn renew_activation_time_ms(switch_ms: u32, now_ms: u32) -> u32 {
+    let age_ms = now_ms.wrapping_sub(switch_ms);
     // From an age of 2^31 ms on, a time seems to be in the future.
-    if (OLDEST_MS..1 << 31).contains(&past) { now_ms.wrapping_sub(LONG_AGO_MS) } else { switch_ms }
+    if (MAX_ACTIVATION_AGE_MS..1 << 31).contains(&age_ms) {
+        now_ms.wrapping_sub(PAST_ACTIVATION_AGE_MS)
+    } else {
+        switch_ms
+    }
 }
 
 #[cfg(test)]
@@ -36,31 +40,43 @@ mod tests {
 
     use super::*;
 
-    fn keys(first: u64, second: u64, current: KeyIndex) -> FleetKeys {
-        FleetKeys { keys: [first, second].map(|k0| CookieKey { k0, k1: 0 }), current }
+    fn fleet_keys(first: u64, second: u64, current: KeyIndex) -> FleetCookieKeys {
+        FleetCookieKeys { keys: [first, second].map(|k0| CookieKey { k0, k1: 0 }), current }
     }
 
     #[test]
     fn key_switch_is_in_the_future_and_stays_fixed() {
         use KeyIndex::{First, Second};
-        let none = (keys(0, 0, First), 0);
-        assert_eq!(switch_ms(&none, &keys(1, 2, Second), 5), 5u32.wrapping_sub(LONG_AGO_MS), "the first keys: at once");
-        let known = (keys(1, 2, First), 77);
-        assert_eq!(switch_ms(&known, &keys(1, 3, First), 5000), 77, "the key that is not in use was replaced");
-        assert_eq!(switch_ms(&known, &keys(1, 2, Second), 5000), 6000);
-        assert_eq!(switch_ms(&known, &keys(1, 9, Second), 5000), 6000, "both steps at once");
-        assert_eq!(switch_ms(&(keys(1, 2, Second), 6000), &keys(1, 2, Second), 5500), 6000, "not over yet");
+        let no_keys = (fleet_keys(0, 0, First), 0);
+        assert_eq!(
+            activation_time_ms(&no_keys, &fleet_keys(1, 2, Second), 5),
+            5u32.wrapping_sub(PAST_ACTIVATION_AGE_MS),
+            "the first keys: at once"
+        );
+        let known_keys = (fleet_keys(1, 2, First), 77);
+        assert_eq!(
+            activation_time_ms(&known_keys, &fleet_keys(1, 3, First), 5000),
+            77,
+            "the key that is not in use was replaced"
+        );
+        assert_eq!(activation_time_ms(&known_keys, &fleet_keys(1, 2, Second), 5000), 6000);
+        assert_eq!(activation_time_ms(&known_keys, &fleet_keys(1, 9, Second), 5000), 6000, "both steps at once");
+        assert_eq!(
+            activation_time_ms(&(fleet_keys(1, 2, Second), 6000), &fleet_keys(1, 2, Second), 5500),
+            6000,
+            "not over yet"
+        );
     }
 
     #[test]
     fn key_switch_does_not_repeat_when_time_wraps() {
-        let current = keys(1, 2, KeyIndex::First);
+        let current_keys = fleet_keys(1, 2, KeyIndex::First);
         let (mut now, mut switch) = (5u32, 1005);
         for step in 0..100_000 {
-            let at = current.at_tsval(now, switch).current;
-            assert_eq!(at == current.current, step > 0, "{now} {switch}");
+            let stamping_index = current_keys.for_tsval(now, switch).current;
+            assert_eq!(stamping_index == current_keys.current, step > 0, "{now} {switch}");
             now = now.wrapping_add(123_456);
-            switch = renew_switch_ms(switch, now);
+            switch = renew_activation_time_ms(switch, now);
         }
     }
 }

@@ -5,20 +5,20 @@ use std::sync::Arc;
 
 /// Weight of the newest value in a moving average: load = alpha x new + (1 - alpha) x old. Above 0, at most 1.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Alpha(f64);
+pub struct SmoothingWeight(f64);
 
 /// Error: a weight that is not above 0, or above 1.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[error("alpha {0}: expected a number above 0, at most 1")]
-pub struct AlphaOutOfRange(pub f64);
+pub struct SmoothingWeightOutOfRange(pub f64);
 
-impl Alpha {
+impl SmoothingWeight {
     /// Weight published for CrossRSS, which is the default.
-    pub const PUBLISHED: Alpha = Alpha(0.5);
+    pub const PUBLISHED: SmoothingWeight = SmoothingWeight(0.5);
 
     /// Returns the weight `value`. Fails when `value` is not above 0, or above 1.
-    pub fn new(value: f64) -> Result<Self, AlphaOutOfRange> {
-        if value > 0.0 && value <= 1.0 { Ok(Self(value)) } else { Err(AlphaOutOfRange(value)) }
+    pub fn new(value: f64) -> Result<Self, SmoothingWeightOutOfRange> {
+        if value > 0.0 && value <= 1.0 { Ok(Self(value)) } else { Err(SmoothingWeightOutOfRange(value)) }
     }
 
     /// Returns the weight as a number.
@@ -40,7 +40,7 @@ pub struct CoreReadings {
 
 /// Reason for which a report's readings are rejected.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
-pub enum ReadingsRejection {
+pub enum RejectedReadings {
     /// The report is late, or was sent twice.
     #[error("report {sequence} after report {newest}: out of order")]
     OutOfOrder {
@@ -80,7 +80,7 @@ pub const MAX_LOAD: f64 = 16.0;
 /// shared: clones refer to the same loads, and compare at no cost.
 #[derive(Debug, Clone)]
 pub struct CoreLoads {
-    per_core: Arc<[f64]>,
+    load_by_core: Arc<[f64]>,
     sum: f64,
 }
 
@@ -93,7 +93,7 @@ impl CoreLoads {
 
 impl From<Vec<f64>> for CoreLoads {
     fn from(each: Vec<f64>) -> Self {
-        Self { sum: each.iter().sum(), per_core: each.into() }
+        Self { sum: each.iter().sum(), load_by_core: each.into() }
     }
 }
 
@@ -107,20 +107,20 @@ impl Deref for CoreLoads {
     type Target = [f64];
 
     fn deref(&self) -> &[f64] {
-        &self.per_core
+        &self.load_by_core
     }
 }
 
 impl PartialEq for CoreLoads {
     fn eq(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.per_core, &other.per_core) || self.per_core == other.per_core
+        Arc::ptr_eq(&self.load_by_core, &other.load_by_core) || self.load_by_core == other.load_by_core
     }
 }
 
 /// Tracker of the smoothed loads of one server's cores.
 #[derive(Debug, Clone, Default)]
 pub struct LoadTracker {
-    newest: Option<CoreReadings>,
+    newest_readings: Option<CoreReadings>,
     loads: Option<CoreLoads>,
     /// Whether the previous readings may be of an earlier stream of reports.
     is_new_stream: bool,
@@ -132,12 +132,12 @@ impl LoadTracker {
     /// an earlier stream never reject a report, because they may have been wrong.
     ///
     /// A core count that changed, or a counter that went back (the server was rebooted), restarts the tracking.
-    pub fn record_report(&mut self, readings: CoreReadings, alpha: Alpha) -> Result<(), ReadingsRejection> {
+    pub fn record_report(&mut self, readings: CoreReadings, alpha: SmoothingWeight) -> Result<(), RejectedReadings> {
         if readings.busy_ns.is_empty() {
-            return Err(ReadingsRejection::NoCores);
+            return Err(RejectedReadings::NoCores);
         }
-        if let Some(newest) = &self.newest {
-            match rates_since(newest, &readings, self.is_new_stream) {
+        if let Some(newest) = &self.newest_readings {
+            match core_loads_since(newest, &readings, self.is_new_stream) {
                 Ok(Some(rates)) => self.smooth(rates, alpha),
                 Ok(None) => self.loads = None,
                 Err(_) if self.is_new_stream => self.loads = None,
@@ -145,7 +145,7 @@ impl LoadTracker {
             }
         }
         self.is_new_stream = false;
-        self.newest = Some(readings);
+        self.newest_readings = Some(readings);
         Ok(())
     }
 
@@ -159,11 +159,11 @@ impl LoadTracker {
         self.loads.as_ref()
     }
 
-    fn smooth(&mut self, new: Vec<f64>, alpha: Alpha) {
+    fn smooth(&mut self, new: Vec<f64>, alpha: SmoothingWeight) {
         self.loads = Some(match &self.loads {
             Some(old) => {
-                let smoothed = |(old, new): (&f64, f64)| alpha.get() * new + (1.0 - alpha.get()) * old;
-                old.iter().zip(new).map(smoothed).collect()
+                let smoothed_load = |(old, new): (&f64, f64)| alpha.get() * new + (1.0 - alpha.get()) * old;
+                old.iter().zip(new).map(smoothed_load).collect()
             }
             None => new.into(),
         });
@@ -171,42 +171,42 @@ impl LoadTracker {
 }
 
 /// Returns whether the server was rebooted since `newest`: it has other cores, or a counter went back.
-fn was_restarted(newest: &CoreReadings, readings: &CoreReadings) -> bool {
+fn was_rebooted(newest: &CoreReadings, readings: &CoreReadings) -> bool {
     newest.busy_ns.len() != readings.busy_ns.len()
         || newest.busy_ns.iter().zip(&readings.busy_ns).any(|(old, new)| new < old)
 }
 
 /// Returns the load of each core between two readings; `None` if the server was rebooted.
-fn rates_since(
+fn core_loads_since(
     newest: &CoreReadings,
     readings: &CoreReadings,
     new_stream: bool,
-) -> Result<Option<Vec<f64>>, ReadingsRejection> {
+) -> Result<Option<Vec<f64>>, RejectedReadings> {
     if !new_stream && readings.sequence <= newest.sequence {
-        return Err(ReadingsRejection::OutOfOrder { sequence: readings.sequence, newest: newest.sequence });
+        return Err(RejectedReadings::OutOfOrder { sequence: readings.sequence, newest: newest.sequence });
     }
-    if was_restarted(newest, readings) {
+    if was_rebooted(newest, readings) {
         return Ok(None);
     }
     if readings.measured_ns <= newest.measured_ns {
         let (measured_ns, newest_ns) = (readings.measured_ns, newest.measured_ns);
-        return Err(ReadingsRejection::ClockStalled { measured_ns, newest_ns });
+        return Err(RejectedReadings::ClockStalled { measured_ns, newest_ns });
     }
-    let rates = busy_fractions(newest, readings);
-    match rates.iter().copied().enumerate().find(|(_, load)| *load > MAX_LOAD) {
-        Some((core, load)) => Err(ReadingsRejection::ImpossibleLoad { core, load }),
-        None => Ok(Some(rates)),
+    let core_loads = busy_fractions(newest, readings);
+    match core_loads.iter().copied().enumerate().find(|(_, load)| *load > MAX_LOAD) {
+        Some((core, load)) => Err(RejectedReadings::ImpossibleLoad { core, load }),
+        None => Ok(Some(core_loads)),
     }
 }
 
 /// Returns the fraction of time for which each core was busy between two readings without a reboot.
 fn busy_fractions(newest: &CoreReadings, readings: &CoreReadings) -> Vec<f64> {
-    let elapsed = (readings.measured_ns - newest.measured_ns) as f64;
-    newest.busy_ns.iter().zip(&readings.busy_ns).map(|(old, new)| (new - old) as f64 / elapsed).collect()
+    let elapsed_ns = (readings.measured_ns - newest.measured_ns) as f64;
+    newest.busy_ns.iter().zip(&readings.busy_ns).map(|(old, new)| (new - old) as f64 / elapsed_ns).collect()
 }
 
 /// Returns a load in the fixed point of the data plane (1.0 is `LOAD_ONE`). Loads below 0 give 0, above 4095 give 4095.
-pub fn to_fixed_point(load: f64) -> u32 {
+pub fn load_to_fixed_point(load: f64) -> u32 {
     (load * f64::from(coreward_intf::LOAD_ONE)) as u32
 }
 
@@ -222,71 +222,71 @@ mod tests {
     #[test]
     fn load_above_a_cores_capacity_is_rejected() {
         let mut tracker = LoadTracker::default();
-        tracker.record_report(readings(1, 0, &[0, 0]), Alpha::PUBLISHED).unwrap();
-        let refused = tracker.record_report(readings(2, 100, &[0, 2000]), Alpha::PUBLISHED).unwrap_err();
-        assert_eq!(refused.to_string(), "core 1 was busy for 20.0 times the time that passed: expected at most 16");
+        tracker.record_report(readings(1, 0, &[0, 0]), SmoothingWeight::PUBLISHED).unwrap();
+        let rejection = tracker.record_report(readings(2, 100, &[0, 2000]), SmoothingWeight::PUBLISHED).unwrap_err();
+        assert_eq!(rejection.to_string(), "core 1 was busy for 20.0 times the time that passed: expected at most 16");
         assert_eq!(tracker.loads(), None);
-        tracker.record_report(readings(3, 200, &[0, 2000]), Alpha::PUBLISHED).unwrap();
+        tracker.record_report(readings(3, 200, &[0, 2000]), SmoothingWeight::PUBLISHED).unwrap();
         assert_eq!(tracker.loads(), Some(&[0.0, 10.0].into_iter().collect()));
     }
 
     #[test]
     fn loads_are_smoothed_rates() {
         let mut tracker = LoadTracker::default();
-        tracker.record_report(readings(1, 0, &[0, 0]), Alpha::PUBLISHED).unwrap();
+        tracker.record_report(readings(1, 0, &[0, 0]), SmoothingWeight::PUBLISHED).unwrap();
         assert_eq!(tracker.loads(), None);
-        tracker.record_report(readings(2, 100, &[50, 0]), Alpha::PUBLISHED).unwrap();
+        tracker.record_report(readings(2, 100, &[50, 0]), SmoothingWeight::PUBLISHED).unwrap();
         assert_eq!(tracker.loads(), Some(&[0.5, 0.0].into_iter().collect()));
-        tracker.record_report(readings(3, 200, &[50, 100]), Alpha::PUBLISHED).unwrap();
+        tracker.record_report(readings(3, 200, &[50, 100]), SmoothingWeight::PUBLISHED).unwrap();
         assert_eq!(tracker.loads(), Some(&[0.25, 0.5].into_iter().collect()));
         // A report was lost. Values are absolute, so the next report gives correct loads.
-        tracker.record_report(readings(5, 400, &[50, 300]), Alpha::new(1.0).unwrap()).unwrap();
+        tracker.record_report(readings(5, 400, &[50, 300]), SmoothingWeight::new(1.0).unwrap()).unwrap();
         assert_eq!(tracker.loads(), Some(&[0.0, 1.0].into_iter().collect()));
     }
 
     #[test]
     fn late_report_is_rejected_and_changes_nothing() {
         let mut tracker = LoadTracker::default();
-        tracker.record_report(readings(7, 0, &[0]), Alpha::PUBLISHED).unwrap();
-        tracker.record_report(readings(8, 100, &[10]), Alpha::PUBLISHED).unwrap();
-        let refused = tracker.record_report(readings(8, 200, &[100]), Alpha::PUBLISHED).unwrap_err();
-        assert_eq!(refused, ReadingsRejection::OutOfOrder { sequence: 8, newest: 8 });
-        assert!(tracker.record_report(readings(9, 100, &[20]), Alpha::PUBLISHED).is_err());
-        assert!(tracker.record_report(readings(9, 300, &[]), Alpha::PUBLISHED).is_err());
+        tracker.record_report(readings(7, 0, &[0]), SmoothingWeight::PUBLISHED).unwrap();
+        tracker.record_report(readings(8, 100, &[10]), SmoothingWeight::PUBLISHED).unwrap();
+        let rejection = tracker.record_report(readings(8, 200, &[100]), SmoothingWeight::PUBLISHED).unwrap_err();
+        assert_eq!(rejection, RejectedReadings::OutOfOrder { sequence: 8, newest: 8 });
+        assert!(tracker.record_report(readings(9, 100, &[20]), SmoothingWeight::PUBLISHED).is_err());
+        assert!(tracker.record_report(readings(9, 300, &[]), SmoothingWeight::PUBLISHED).is_err());
         assert_eq!(tracker.loads(), Some(&[0.1].into_iter().collect()));
     }
 
     #[test]
-    fn streams_have_separate_sequence_numbers() {
+    fn each_stream_of_reports_has_its_own_sequence_numbers() {
         let mut tracker = LoadTracker::default();
-        tracker.record_report(readings(1, 0, &[0]), Alpha::PUBLISHED).unwrap();
-        let end_of_time = CoreReadings { sequence: u64::MAX, measured_ns: u64::MAX, busy_ns: vec![0] };
-        tracker.record_report(end_of_time, Alpha::PUBLISHED).unwrap();
-        assert!(tracker.record_report(readings(2, 100, &[10]), Alpha::PUBLISHED).is_err());
+        tracker.record_report(readings(1, 0, &[0]), SmoothingWeight::PUBLISHED).unwrap();
+        let last_possible_readings = CoreReadings { sequence: u64::MAX, measured_ns: u64::MAX, busy_ns: vec![0] };
+        tracker.record_report(last_possible_readings, SmoothingWeight::PUBLISHED).unwrap();
+        assert!(tracker.record_report(readings(2, 100, &[10]), SmoothingWeight::PUBLISHED).is_err());
         tracker.start_stream();
-        tracker.record_report(readings(1, 200, &[20]), Alpha::PUBLISHED).unwrap();
+        tracker.record_report(readings(1, 200, &[20]), SmoothingWeight::PUBLISHED).unwrap();
         assert_eq!(tracker.loads(), None);
-        tracker.record_report(readings(2, 300, &[70]), Alpha::PUBLISHED).unwrap();
+        tracker.record_report(readings(2, 300, &[70]), SmoothingWeight::PUBLISHED).unwrap();
         assert_eq!(tracker.loads(), Some(&[0.5].into_iter().collect()));
         tracker.start_stream();
-        tracker.record_report(readings(1, 400, &[120]), Alpha::PUBLISHED).unwrap();
+        tracker.record_report(readings(1, 400, &[120]), SmoothingWeight::PUBLISHED).unwrap();
         assert_eq!(tracker.loads(), Some(&[0.5].into_iter().collect()));
     }
 
     #[test]
-    fn counters_start_at_zero_after_a_reboot() {
+    fn reboot_restarts_the_tracking() {
         let mut tracker = LoadTracker::default();
-        tracker.record_report(readings(1, 0, &[1000]), Alpha::PUBLISHED).unwrap();
-        tracker.record_report(readings(2, 100, &[1100]), Alpha::PUBLISHED).unwrap();
+        tracker.record_report(readings(1, 0, &[1000]), SmoothingWeight::PUBLISHED).unwrap();
+        tracker.record_report(readings(2, 100, &[1100]), SmoothingWeight::PUBLISHED).unwrap();
         tracker.start_stream();
-        tracker.record_report(readings(1, 5, &[5]), Alpha::PUBLISHED).unwrap();
+        tracker.record_report(readings(1, 5, &[5]), SmoothingWeight::PUBLISHED).unwrap();
         assert_eq!(tracker.loads(), None);
     }
 
     #[test]
     fn alpha_out_of_range_is_rejected() {
-        assert_eq!(Alpha::new(0.0).unwrap_err().to_string(), "alpha 0: expected a number above 0, at most 1");
-        assert!(Alpha::new(f64::NAN).is_err());
-        assert!(Alpha::new(1.0).is_ok());
+        assert_eq!(SmoothingWeight::new(0.0).unwrap_err().to_string(), "alpha 0: expected a number above 0, at most 1");
+        assert!(SmoothingWeight::new(f64::NAN).is_err());
+        assert!(SmoothingWeight::new(1.0).is_ok());
     }
 }

@@ -1,8 +1,8 @@
 //! Placement tables: the data plane's input for new connections, and the choice of a server by them.
 //!
 //! A policy computes a [`PlacementTable`], the controller sends it, and `lb.bpf.c` reads it (`struct placement_table`
-//! of `bpf/include/intf.h`). [`PlacementTable::choose`] is the choice of `lb.bpf.c`, decision by decision; the tests of
-//! the BPF program compare the two.
+//! of `bpf/include/intf.h`). [`PlacementTable::select_server`] is the choice of `lb.bpf.c`, decision by decision; the
+//! tests of the BPF program compare the two.
 
 mod random;
 
@@ -86,10 +86,10 @@ impl PlacementRule {
 
 /// A core of a server that is a candidate of a bucket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Candidate {
+pub struct CandidateCore {
     /// Server to which the core belongs.
     pub server: ServerId,
-    /// Load of the core in fixed point ([`crate::load::to_fixed_point`]).
+    /// Load of the core in fixed point ([`crate::load::load_to_fixed_point`]).
     pub load: u32,
     /// Index of the core in [`PlacementTable::core_slots`].
     pub core_slot: u16,
@@ -97,7 +97,7 @@ pub struct Candidate {
 
 /// A server that takes new connections, with its mean load.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Member {
+pub struct TableMember {
     /// Id of the server.
     pub server: ServerId,
     /// Mean load of the server's cores in fixed point.
@@ -128,14 +128,14 @@ pub struct PlacementTable {
     pub candidates_per_bucket: u32,
     /// Candidates of all groups and buckets, the best of a bucket first: `groups` x `bucket_count` x
     /// `candidates_per_bucket`.
-    pub candidates: Vec<Candidate>,
+    pub candidates: Vec<CandidateCore>,
     /// Load (fixed point) that each connection assigned since the table was installed adds to a core.
     pub assignment_cost: u32,
     /// Core of each core slot. The slot counts the connections assigned to the core.
     pub core_slots: Vec<ServerCore>,
     /// Servers that take new connections, by id. Under [`PlacementRule::RoundRobin`] they are in the order of their
     /// turns, once per turn.
-    pub members: Vec<Member>,
+    pub members: Vec<TableMember>,
     /// Server of each bucket for connections that cannot carry a cookie. Changes only with the pool of servers.
     pub consistent_servers: Vec<ServerId>,
     /// Previous server of each bucket, which may still have connections of the bucket (Beamer, NSDI'18, Sect. 4.2:
@@ -153,25 +153,26 @@ pub struct PlacementTable {
 pub struct CoreSlotIndex {
     /// Generation number of the indexed table.
     pub generation: u64,
-    slots: HashMap<ServerCore, u16, foldhash::fast::FixedState>,
+    slot_by_core: HashMap<ServerCore, u16, foldhash::fast::FixedState>,
 }
 
 impl CoreSlotIndex {
     /// Returns the index of the core slots of `table`.
     pub fn of(table: &PlacementTable) -> Self {
         let slots = table.core_slots.iter().enumerate().map(|(slot, core)| (*core, slot as u16));
-        Self { generation: table.generation, slots: slots.collect() }
+        Self { generation: table.generation, slot_by_core: slots.collect() }
     }
 
     /// Returns the initial counts of the table `next`: this table's count for a core without a newer load, else 0.
     pub fn initial_counts(&self, next: &PlacementTable, count: impl Fn(u16) -> u32) -> Vec<u32> {
-        let of_slot = |(slot, core): (usize, &ServerCore)| {
+        let initial_count_of_slot = |(slot, core): (usize, &ServerCore)| {
             let age = next.core_slot_ages.get(slot).copied().unwrap_or(0);
-            let is_next = next.generation > self.generation;
-            let known = age > 0 && is_next && next.generation.saturating_sub(age.into()) <= self.generation;
-            self.slots.get(core).filter(|_| known).map_or(0, |slot| count(*slot))
+            let is_newer_table = next.generation > self.generation;
+            let is_count_needed =
+                age > 0 && is_newer_table && next.generation.saturating_sub(age.into()) <= self.generation;
+            self.slot_by_core.get(core).filter(|_| is_count_needed).map_or(0, |slot| count(*slot))
         };
-        next.core_slots.iter().enumerate().map(of_slot).collect()
+        next.core_slots.iter().enumerate().map(initial_count_of_slot).collect()
     }
 }
 
@@ -204,8 +205,8 @@ pub fn mix_hash(hash: u32) -> u64 {
 
 /// Returns two draws below `count` from a mixed hash, by multiply and shift (Lemire 2019).
 pub fn two_draws(mixed: u64, count: u32) -> (u32, u32) {
-    let below = |half: u64| ((half * u64::from(count)) >> 32) as u32;
-    (below(mixed & 0xffff_ffff), below(mixed >> 32))
+    let draw_below = |half: u64| ((half * u64::from(count)) >> 32) as u32;
+    (draw_below(mixed & 0xffff_ffff), draw_below(mixed >> 32))
 }
 
 impl PlacementTable {
@@ -229,20 +230,20 @@ impl PlacementTable {
     }
 
     /// Returns the server that the table selects for a new connection; `None` when no server is eligible.
-    pub fn choose(&self, state: &mut PlacementState, tuple: &FourTuple) -> Option<ServerId> {
+    pub fn select_server(&self, state: &mut PlacementState, tuple: &FourTuple) -> Option<ServerId> {
         let bytes = tuple.bytes();
-        self.choose_by_hash(state, |group| self.groups[group].toeplitz(&bytes))
+        self.select_server_by_hash(state, |group| self.groups[group].toeplitz_hash(&bytes))
     }
 
-    /// Selects a server like [`PlacementTable::choose`]. `hash` returns the connection's Toeplitz hash under the key of
-    /// each of [`PlacementTable::groups`], for callers with a faster way to it.
-    pub fn choose_by_hash(&self, state: &mut PlacementState, hash: impl Fn(usize) -> u32) -> Option<ServerId> {
-        self.choose_counted(state, hash, |_| true)
+    /// Selects a server like [`PlacementTable::select_server`]. `hash` returns the connection's Toeplitz hash under the
+    /// key of each of [`PlacementTable::groups`], for callers with a faster way to it.
+    pub fn select_server_by_hash(&self, state: &mut PlacementState, hash: impl Fn(usize) -> u32) -> Option<ServerId> {
+        self.select_and_count_server(state, hash, |_| true)
     }
 
-    /// Selects a server like [`PlacementTable::choose_by_hash`], but counts the connection as assigned only if the
-    /// server `takes` it. Otherwise the data plane sends the connection elsewhere.
-    pub fn choose_counted(
+    /// Selects a server like [`PlacementTable::select_server_by_hash`], but counts the connection as assigned only if
+    /// the server `takes` it. Otherwise the data plane sends the connection elsewhere.
+    pub fn select_and_count_server(
         &self,
         state: &mut PlacementState,
         hash: impl Fn(usize) -> u32,
@@ -255,9 +256,9 @@ impl PlacementTable {
             PlacementRule::Table => self.least_candidate(hash, |candidate| u64::from(candidate.load)).map(|c| c.server),
             PlacementRule::LeastAssigned => self.choose_least_assigned(state, hash, takes),
             PlacementRule::RoundRobin => {
-                let turn = state.round_robin_counter;
+                let turn_number = state.round_robin_counter;
                 state.round_robin_counter += 1;
-                Some(self.members[(turn % self.members.len() as u64) as usize].server)
+                Some(self.members[(turn_number % self.members.len() as u64) as usize].server)
             }
             PlacementRule::PowerOfTwo => {
                 let (first, second) = self.two_members(if self.groups.is_empty() { 0 } else { hash(0) });
@@ -267,16 +268,16 @@ impl PlacementTable {
     }
 
     /// Returns the server of a connection without timestamps, whatever the loads.
-    pub fn choose_consistent(&self, tuple: &FourTuple) -> Option<ServerId> {
+    pub fn consistent_server(&self, tuple: &FourTuple) -> Option<ServerId> {
         let key = self.groups.first()?;
-        self.consistent_servers.get(self.bucket_count.bucket(key.toeplitz(&tuple.bytes())) as usize).copied()
+        self.consistent_servers.get(self.bucket_count.bucket(key.toeplitz_hash(&tuple.bytes())) as usize).copied()
     }
 
     /// Returns the candidates of a bucket of a group, the best first.
-    pub fn candidates_of(&self, group: usize, bucket: u32) -> &[Candidate] {
-        let per_bucket = self.candidates_per_bucket as usize;
-        let start = (group * self.bucket_count.get() as usize + bucket as usize) * per_bucket;
-        &self.candidates[start..start + per_bucket]
+    pub fn candidates_of(&self, group: usize, bucket: u32) -> &[CandidateCore] {
+        let candidates_per_bucket = self.candidates_per_bucket as usize;
+        let start = (group * self.bucket_count.get() as usize + bucket as usize) * candidates_per_bucket;
+        &self.candidates[start..start + candidates_per_bucket]
     }
 
     fn choose_least_assigned(
@@ -285,31 +286,37 @@ impl PlacementTable {
         hash: impl Fn(usize) -> u32,
         takes: impl Fn(ServerId) -> bool,
     ) -> Option<ServerId> {
-        let cost = |candidate: &Candidate| {
+        let candidate_cost = |candidate: &CandidateCore| {
             let assigned = state.assigned_counts.get(usize::from(candidate.core_slot)).copied().unwrap_or(0);
             u64::from(candidate.load) + u64::from(assigned) * u64::from(self.assignment_cost)
         };
-        let chosen = self.least_candidate(hash, cost)?;
-        if let Some(assigned) =
-            state.assigned_counts.get_mut(usize::from(chosen.core_slot)).filter(|_| takes(chosen.server))
+        let least_candidate = self.least_candidate(hash, candidate_cost)?;
+        if let Some(assigned) = state
+            .assigned_counts
+            .get_mut(usize::from(least_candidate.core_slot))
+            .filter(|_| takes(least_candidate.server))
         {
             *assigned += 1;
         }
-        Some(chosen.server)
+        Some(least_candidate.server)
     }
 
     /// Returns the first candidate of least cost over all groups. Under the rule `Table` each group has one candidate.
-    fn least_candidate(&self, hash: impl Fn(usize) -> u32, cost: impl Fn(&Candidate) -> u64) -> Option<Candidate> {
-        let considered = if self.rule == PlacementRule::Table { 1 } else { self.candidates_per_bucket as usize };
+    fn least_candidate(
+        &self,
+        hash: impl Fn(usize) -> u32,
+        cost: impl Fn(&CandidateCore) -> u64,
+    ) -> Option<CandidateCore> {
+        let candidate_count = if self.rule == PlacementRule::Table { 1 } else { self.candidates_per_bucket as usize };
         let candidates = (0..self.groups.len()).flat_map(|group| {
             let bucket = self.bucket_count.bucket(hash(group));
-            &self.candidates_of(group, bucket)[..considered]
+            &self.candidates_of(group, bucket)[..candidate_count]
         });
         // min_by_key takes the first of equal candidates, like the BPF program.
         candidates.min_by_key(|candidate| cost(candidate)).copied()
     }
 
-    fn two_members(&self, hash: u32) -> (Member, Member) {
+    fn two_members(&self, hash: u32) -> (TableMember, TableMember) {
         let (first, second) = two_draws(mix_hash(hash), self.members.len() as u32);
         (self.members[first as usize], self.members[second as usize])
     }
@@ -319,21 +326,21 @@ impl PlacementTable {
 /// highest. When a member leaves, only its own buckets move.
 pub fn rendezvous_table(members: &[ServerId], buckets: BucketCount) -> Vec<ServerId> {
     let members: Vec<_> = members.iter().map(|server| (*server, 1)).collect();
-    weighted_rendezvous(&members, buckets)
+    weighted_rendezvous_table(&members, buckets)
 }
 
 /// Returns the result of [`rendezvous_table`] for weighted members, with weights of 1 or more. A member has as many
 /// hashes with each bucket as its weight, and so a proportional share of the buckets.
-pub fn weighted_rendezvous(members: &[(ServerId, u32)], buckets: BucketCount) -> Vec<ServerId> {
-    let hash = |bucket: u32, server: ServerId, draw: u32| {
+pub fn weighted_rendezvous_table(members: &[(ServerId, u32)], buckets: BucketCount) -> Vec<ServerId> {
+    let rendezvous_hash = |bucket: u32, server: ServerId, draw: u32| {
         let draw = if draw == 0 { 0 } else { mix_hash(draw) as u32 };
         mix_hash((bucket << 16 | u32::from(server.get())) ^ draw)
     };
-    let highest = |bucket: u32, (server, weight): (ServerId, u32)| {
-        ((0..weight).map(|draw| hash(bucket, server, draw)).max(), server)
+    let highest_hash = |bucket: u32, (server, weight): (ServerId, u32)| {
+        ((0..weight).map(|draw| rendezvous_hash(bucket, server, draw)).max(), server)
     };
     (0..buckets.get())
-        .filter_map(|bucket| members.iter().map(|member| highest(bucket, *member)).max())
+        .filter_map(|bucket| members.iter().map(|member| highest_hash(bucket, *member)).max())
         .map(|(_, server)| server)
         .collect()
 }
@@ -344,33 +351,37 @@ mod tests {
 
     use super::*;
 
-    fn id(number: u64) -> ServerId {
+    fn server_id(number: u64) -> ServerId {
         ServerId::try_from(number).unwrap()
     }
 
-    fn tuple(port: u16) -> FourTuple {
+    fn four_tuple(port: u16) -> FourTuple {
         FourTuple::ipv4((Ipv4Addr::new(10, 1, 0, 7), port), (Ipv4Addr::new(10, 200, 0, 1), 80))
     }
 
-    fn table(rule: PlacementRule, loads: &[u32]) -> PlacementTable {
-        let servers: Vec<ServerId> = (0..loads.len() as u64).map(|n| id(n + 1)).collect();
+    fn table_with_loads(rule: PlacementRule, loads: &[u32]) -> PlacementTable {
+        let servers: Vec<ServerId> = (0..loads.len() as u64).map(|n| server_id(n + 1)).collect();
         let bucket_count = BucketCount::new(4).unwrap();
-        let mut ordered: Vec<Candidate> = loads
+        let mut candidates_by_load: Vec<CandidateCore> = loads
             .iter()
             .enumerate()
-            .map(|(n, load)| Candidate { server: servers[n], load: *load, core_slot: n as u16 })
+            .map(|(n, load)| CandidateCore { server: servers[n], load: *load, core_slot: n as u16 })
             .collect();
-        ordered.sort_by_key(|candidate| (candidate.load, candidate.server));
+        candidates_by_load.sort_by_key(|candidate| (candidate.load, candidate.server));
         PlacementTable {
             generation: 1,
             rule,
             bucket_count,
             groups: vec![RssKey::microsoft()],
             candidates_per_bucket: loads.len() as u32,
-            candidates: ordered.repeat(4),
+            candidates: candidates_by_load.repeat(4),
             assignment_cost: 10,
             core_slots: servers.iter().map(|server| ServerCore { server: *server, core: 0 }).collect(),
-            members: servers.iter().zip(loads).map(|(server, load)| Member { server: *server, load: *load }).collect(),
+            members: servers
+                .iter()
+                .zip(loads)
+                .map(|(server, load)| TableMember { server: *server, load: *load })
+                .collect(),
             consistent_servers: rendezvous_table(&servers, bucket_count),
             previous_consistent_servers: Vec::new(),
             down_servers: Vec::new(),
@@ -380,45 +391,49 @@ mod tests {
 
     #[test]
     fn table_rule_takes_the_first_candidate() {
-        let table = table(PlacementRule::Table, &[30, 10, 20]);
+        let table = table_with_loads(PlacementRule::Table, &[30, 10, 20]);
         let mut state = PlacementState::for_table(&table);
         for port in 0..50 {
-            assert_eq!(table.choose(&mut state, &tuple(port)), Some(id(2)));
+            assert_eq!(table.select_server(&mut state, &four_tuple(port)), Some(server_id(2)));
         }
     }
 
     #[test]
     fn assigned_connections_count_as_load() {
-        let table = table(PlacementRule::LeastAssigned, &[0, 25, 1000]);
+        let table = table_with_loads(PlacementRule::LeastAssigned, &[0, 25, 1000]);
         let mut state = PlacementState::for_table(&table);
-        let chosen: Vec<u16> = (0..5).map(|port| table.choose(&mut state, &tuple(port)).unwrap().get()).collect();
-        assert_eq!(chosen, [1, 1, 1, 2, 1]);
+        let selected_ids: Vec<u16> =
+            (0..5).map(|port| table.select_server(&mut state, &four_tuple(port)).unwrap().get()).collect();
+        assert_eq!(selected_ids, [1, 1, 1, 2, 1]);
         assert_eq!(state.assigned_counts, [4, 1, 0]);
     }
 
     #[test]
-    fn round_robin_alternates_and_pow2_prefers_the_less_loaded() {
-        let round_robin = table(PlacementRule::RoundRobin, &[0, 0, 0]);
+    fn round_robin_takes_turns_and_power_of_two_prefers_the_less_loaded() {
+        let round_robin = table_with_loads(PlacementRule::RoundRobin, &[0, 0, 0]);
         let mut state = PlacementState::for_table(&round_robin);
-        let chosen: Vec<u16> = (0..4).map(|_| round_robin.choose(&mut state, &tuple(1)).unwrap().get()).collect();
-        assert_eq!(chosen, [1, 2, 3, 1]);
+        let selected_ids: Vec<u16> =
+            (0..4).map(|_| round_robin.select_server(&mut state, &four_tuple(1)).unwrap().get()).collect();
+        assert_eq!(selected_ids, [1, 2, 3, 1]);
 
-        let pow2 = table(PlacementRule::PowerOfTwo, &[10, 0, 20, 30]);
+        let pow2 = table_with_loads(PlacementRule::PowerOfTwo, &[10, 0, 20, 30]);
         let mut counts = [0; 5];
-        (0..4000).for_each(|port| counts[usize::from(pow2.choose(&mut state, &tuple(port)).unwrap().get())] += 1);
+        (0..4000).for_each(|port| {
+            counts[usize::from(pow2.select_server(&mut state, &four_tuple(port)).unwrap().get())] += 1
+        });
         assert!((1600..1900).contains(&counts[2]) && (180..330).contains(&counts[4]), "{counts:?}");
     }
 
     #[test]
     fn without_members_there_is_no_server() {
-        let mut empty = table(PlacementRule::Table, &[1]);
-        empty.members.clear();
-        assert_eq!(empty.choose(&mut PlacementState::default(), &tuple(1)), None);
+        let mut table_without_members = table_with_loads(PlacementRule::Table, &[1]);
+        table_without_members.members.clear();
+        assert_eq!(table_without_members.select_server(&mut PlacementState::default(), &four_tuple(1)), None);
     }
 
     #[test]
-    fn rendezvous_moves_only_what_must_move() {
-        let servers: Vec<ServerId> = (1..=5).map(id).collect();
+    fn rendezvous_table_moves_only_buckets_of_the_removed_server() {
+        let servers: Vec<ServerId> = (1..=5).map(server_id).collect();
         let buckets = BucketCount::new(1024).unwrap();
         let (before, after) = (rendezvous_table(&servers, buckets), rendezvous_table(&servers[1..], buckets));
         assert!(before.iter().zip(&after).all(|(old, new)| *old == servers[0] || old == new));
@@ -426,18 +441,18 @@ mod tests {
     }
 
     #[test]
-    fn weights_are_shares_of_the_buckets() {
+    fn rendezvous_weights_are_proportional_to_bucket_counts() {
         let buckets = BucketCount::new(2048).unwrap();
-        let table = weighted_rendezvous(&[(id(1), 1), (id(2), 3)], buckets);
-        let heavy = table.iter().filter(|server| **server == id(2)).count();
-        assert!((1480..1592).contains(&heavy), "{heavy}");
+        let table = weighted_rendezvous_table(&[(server_id(1), 1), (server_id(2), 3)], buckets);
+        let heavy_bucket_count = table.iter().filter(|server| **server == server_id(2)).count();
+        assert!((1480..1592).contains(&heavy_bucket_count), "{heavy_bucket_count}");
         // The member with more weight takes buckets, and the other members exchange none.
-        let heavier = weighted_rendezvous(&[(id(1), 1), (id(2), 4)], buckets);
-        assert!(table.iter().zip(&heavier).all(|(old, new)| old == new || *new == id(2)));
+        let table_with_more_weight = weighted_rendezvous_table(&[(server_id(1), 1), (server_id(2), 4)], buckets);
+        assert!(table.iter().zip(&table_with_more_weight).all(|(old, new)| old == new || *new == server_id(2)));
     }
 
     #[test]
-    fn buckets_are_a_power_of_two() {
+    fn bucket_count_must_be_a_power_of_two() {
         assert_eq!(
             BucketCount::new(100).unwrap_err().to_string(),
             "100 buckets: expected a power of two from 1 to 2048"

@@ -4,32 +4,32 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 /// Time window over which the growth of counters is measured.
-pub const WINDOW: Duration = Duration::from_secs(10);
-/// Minimum number of SYNs in [`WINDOW`] from which a conclusion is drawn.
-const MIN_SYNS: u64 = 20;
+pub const GROWTH_WINDOW: Duration = Duration::from_secs(10);
+/// Minimum number of SYNs in [`GROWTH_WINDOW`] from which a conclusion is drawn.
+const MIN_SYNS_FOR_CONCLUSION: u64 = 20;
 
-/// Samples of `N` counters in the last [`WINDOW`].
+/// Samples of `N` counters in the last [`GROWTH_WINDOW`].
 #[derive(Debug, Clone)]
-pub struct RecentCounters<const N: usize> {
+pub struct RecentCounterSamples<const N: usize> {
     samples: VecDeque<(Duration, [u64; N])>,
 }
 
-impl<const N: usize> Default for RecentCounters<N> {
+impl<const N: usize> Default for RecentCounterSamples<N> {
     fn default() -> Self {
         Self { samples: VecDeque::new() }
     }
 }
 
-impl<const N: usize> RecentCounters<N> {
-    /// Records the values of the counters at `now`. Returns how much each counter has grown in the last [`WINDOW`], or
-    /// since the first call. A counter that shrinks begins a new window.
-    pub fn record_counters(&mut self, now: Duration, counts: [u64; N]) -> [u64; N] {
-        let is_less = |(_, newest): &(Duration, [u64; N])| newest.iter().zip(&counts).any(|(old, new)| new < old);
-        if self.samples.back().is_some_and(is_less) {
+impl<const N: usize> RecentCounterSamples<N> {
+    /// Records the values of the counters at `now`. Returns how much each counter has grown in the last
+    /// [`GROWTH_WINDOW`], or since the first call. A counter that shrinks begins a new window.
+    pub fn record_and_get_growth(&mut self, now: Duration, counts: [u64; N]) -> [u64; N] {
+        let has_shrunk = |(_, newest): &(Duration, [u64; N])| newest.iter().zip(&counts).any(|(old, new)| new < old);
+        if self.samples.back().is_some_and(has_shrunk) {
             self.samples.clear();
         }
         // The newest sample older than the window: growth counts from this sample.
-        while self.samples.get(1).is_some_and(|(at, _)| now.saturating_sub(*at) >= WINDOW) {
+        while self.samples.get(1).is_some_and(|(at, _)| now.saturating_sub(*at) >= GROWTH_WINDOW) {
             self.samples.pop_front();
         }
         self.samples.push_back((now, counts));
@@ -39,9 +39,9 @@ impl<const N: usize> RecentCounters<N> {
 }
 
 /// Returns whether most new connections of a service fail to become established: an established one sends more packets
-/// than its SYN. `syns` and `others` are the numbers of packets of the service's clients in [`WINDOW`].
-pub fn handshakes_fail(syns: u64, others: u64) -> bool {
-    syns >= MIN_SYNS && others < syns / 2
+/// than its SYN. `syns` and `others` are the numbers of packets of the service's clients in [`GROWTH_WINDOW`].
+pub fn do_most_handshakes_fail(syns: u64, others: u64) -> bool {
+    syns >= MIN_SYNS_FOR_CONCLUSION && others < syns / 2
 }
 
 #[cfg(test)]
@@ -49,24 +49,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn growth_covers_the_window_only() {
-        let mut recent = RecentCounters::default();
-        let mut at = |second, count| recent.record_counters(Duration::from_secs(second), [count])[0];
-        assert_eq!(at(1, 1000), 0, "what was counted before the first call is not recent");
-        assert_eq!(at(2, 1010), 10);
-        assert_eq!(at(11, 1030), 30);
-        assert_eq!(at(12, 1030), 20);
-        assert_eq!(at(30, 1030), 0);
-        assert_eq!(at(31, 5), 0, "the counter began again at 0");
-        assert_eq!(at(32, 9), 4);
+    fn counter_growth_covers_the_window_only() {
+        let mut recent = RecentCounterSamples::default();
+        let mut growth_at = |second, count| recent.record_and_get_growth(Duration::from_secs(second), [count])[0];
+        assert_eq!(growth_at(1, 1000), 0, "what was counted before the first call is not recent");
+        assert_eq!(growth_at(2, 1010), 10);
+        assert_eq!(growth_at(11, 1030), 30);
+        assert_eq!(growth_at(12, 1030), 20);
+        assert_eq!(growth_at(30, 1030), 0);
+        assert_eq!(growth_at(31, 5), 0, "the counter began again at 0");
+        assert_eq!(growth_at(32, 9), 4);
     }
 
     #[test]
-    fn syns_without_later_packets_are_failing_handshakes() {
-        assert!(!handshakes_fail(MIN_SYNS - 1, 0));
-        assert!(handshakes_fail(MIN_SYNS, 0));
-        assert!(handshakes_fail(100, 49));
+    fn handshakes_fail_if_few_packets_follow_the_syns() {
+        assert!(!do_most_handshakes_fail(MIN_SYNS_FOR_CONCLUSION - 1, 0));
+        assert!(do_most_handshakes_fail(MIN_SYNS_FOR_CONCLUSION, 0));
+        assert!(do_most_handshakes_fail(100, 49));
         // A client that connects and resets sends one more packet.
-        assert!(!handshakes_fail(100, 50));
+        assert!(!do_most_handshakes_fail(100, 50));
     }
 }

@@ -36,27 +36,28 @@ pub fn uniform_below(rng: &mut impl rand::Rng, bound: u32) -> u32 {
 /// input and 4 of window. Two NICs hash alike if both are equal.
 #[derive(Clone, Eq, PartialOrd, Ord)]
 pub struct RssKey {
-    bytes: Arc<[u8]>,
-    input: InputTransform,
+    key_bytes: Arc<[u8]>,
+    input_transform: InputTransform,
 }
 
 impl PartialEq for RssKey {
     /// Compares two keys; of copies not the bytes, because a table compares the keys of thousands of servers.
     fn eq(&self, other: &Self) -> bool {
-        self.input == other.input && (Arc::ptr_eq(&self.bytes, &other.bytes) || self.bytes == other.bytes)
+        self.input_transform == other.input_transform
+            && (Arc::ptr_eq(&self.key_bytes, &other.key_bytes) || self.key_bytes == other.key_bytes)
     }
 }
 
 impl Hash for RssKey {
     fn hash<H: Hasher>(&self, state: &mut H) {
-        self.bytes.hash(state);
-        self.input.hash(state);
+        self.key_bytes.hash(state);
+        self.input_transform.hash(state);
     }
 }
 
 impl From<Arc<[u8]>> for RssKey {
     fn from(bytes: Arc<[u8]>) -> Self {
-        Self { bytes, input: InputTransform::None }
+        Self { key_bytes: bytes, input_transform: InputTransform::None }
     }
 }
 
@@ -68,8 +69,8 @@ pub struct RssKeyLengthError(pub usize);
 impl RssKey {
     /// Returns the key of these bytes. Fails when there are fewer than 40 or more than 52.
     pub fn new(bytes: &[u8]) -> Result<Self, RssKeyLengthError> {
-        let allowed = intf::RSS_KEY_BYTES as usize..=intf::RSS_KEY_MAX_BYTES as usize;
-        if allowed.contains(&bytes.len()) {
+        let allowed_lengths = intf::RSS_KEY_BYTES as usize..=intf::RSS_KEY_MAX_BYTES as usize;
+        if allowed_lengths.contains(&bytes.len()) {
             Ok(Self::from(Arc::from(bytes)))
         } else {
             Err(RssKeyLengthError(bytes.len()))
@@ -94,46 +95,47 @@ impl RssKey {
 
     /// Returns the bytes of the key.
     pub fn bytes(&self) -> &[u8] {
-        &self.bytes
+        &self.key_bytes
     }
 
     /// Returns the transform of a packet's addresses and ports before hashing.
     pub fn input_transform(&self) -> InputTransform {
-        self.input
+        self.input_transform
     }
 
     /// Returns the key with the same bytes and another transform of the input.
-    pub fn with_input(&self, input: InputTransform) -> Self {
-        Self { bytes: self.bytes.clone(), input }
+    pub fn with_input_transform(&self, input: InputTransform) -> Self {
+        Self { key_bytes: self.key_bytes.clone(), input_transform: input }
     }
 
     /// Returns an identifier for logs that does not reveal the key: with the key a client can aim at a core.
     pub fn fingerprint(&self) -> String {
         let mut hasher = SipHasher13::new();
-        hasher.write(&self.bytes);
-        if self.input != InputTransform::None {
-            hasher.write_u8(self.input.number());
+        hasher.write(&self.key_bytes);
+        if self.input_transform != InputTransform::None {
+            hasher.write_u8(self.input_transform.number());
         }
         format!("{:08x}", hasher.finish() as u32)
     }
 
     /// Returns the 32 bits of the key from bit `position` on, with zeros beyond its end.
-    fn window(&self, position: usize) -> u32 {
+    fn key_window(&self, position: usize) -> u32 {
         let (byte, bit) = (position / 8, position % 8);
-        let word = (0..5).fold(0u64, |word, i| word << 8 | u64::from(self.bytes.get(byte + i).copied().unwrap_or(0)));
+        let word =
+            (0..5).fold(0u64, |word, i| word << 8 | u64::from(self.key_bytes.get(byte + i).copied().unwrap_or(0)));
         (word >> (8 - bit)) as u32
     }
 
     /// Returns the RSS hash of a packet with these addresses and ports ([`FourTuple::bytes`](crate::FourTuple::bytes)):
     /// the Toeplitz hash, which is the XOR of the key's windows at the set bits of the transformed input.
-    pub fn toeplitz(&self, tuple: &[u8]) -> u32 {
-        let tuple = self.input.apply(tuple);
-        tuple.iter().enumerate().fold(0, |hash, (index, byte)| hash ^ self.toeplitz_of_byte(index, *byte))
+    pub fn toeplitz_hash(&self, tuple: &[u8]) -> u32 {
+        let tuple = self.input_transform.transform_tuple(tuple);
+        tuple.iter().enumerate().fold(0, |hash, (index, byte)| hash ^ self.byte_contribution(index, *byte))
     }
 
     /// Returns the contribution (by XOR) of `byte` at position `index` of the transformed input to the hash.
-    fn toeplitz_of_byte(&self, index: usize, byte: u8) -> u32 {
-        (0..8).filter(|bit| byte & (0x80 >> bit) != 0).fold(0, |hash, bit| hash ^ self.window(index * 8 + bit))
+    fn byte_contribution(&self, index: usize, byte: u8) -> u32 {
+        (0..8).filter(|bit| byte & (0x80 >> bit) != 0).fold(0, |hash, bit| hash ^ self.key_window(index * 8 + bit))
     }
 
     /// Returns one table of 256 entries per byte of the transformed input: the hash is the XOR of its bytes' entries.
@@ -141,7 +143,7 @@ impl RssKey {
         let mut tables = Box::new([[0; 256]; BYTES]);
         for (index, table) in tables.iter_mut().enumerate() {
             for (byte, entry) in table.iter_mut().enumerate() {
-                *entry = self.toeplitz_of_byte(index, byte as u8);
+                *entry = self.byte_contribution(index, byte as u8);
             }
         }
         tables
@@ -149,7 +151,7 @@ impl RssKey {
 
     /// Returns the key as tables for hashing many inputs fast: see [`ToeplitzTables`].
     pub fn tables(&self) -> ToeplitzTables {
-        ToeplitzTables { byte: self.byte_tables(), input: self.input }
+        ToeplitzTables { table_by_byte: self.byte_tables(), input_transform: self.input_transform }
     }
 
     /// Returns one table for each byte of source address and source port, the bytes that differ between the packets of
@@ -157,30 +159,30 @@ impl RssKey {
     /// for IPv4, 18 for IPv6. With a transformed input, the contribution of a source byte depends on the service's byte
     /// at the same offset, which is constant: still one entry per byte.
     pub fn source_tables(&self, vip: SocketAddr) -> Vec<[u32; 256]> {
-        let table = |pair: BytePair| {
-            let without = self.pair_hash(&pair, 0);
-            std::array::from_fn(|source| self.pair_hash(&pair, source as u8) ^ without)
+        let table_of_pair = |pair: BytePair| {
+            let hash_of_zero_source = self.pair_contribution(&pair, 0);
+            std::array::from_fn(|source| self.pair_contribution(&pair, source as u8) ^ hash_of_zero_source)
         };
-        byte_pairs(vip).map(table).collect()
+        byte_pairs(vip).map(table_of_pair).collect()
     }
 
     /// Returns the part of the hash that is constant for a service: its hash of a packet whose source is all zeros.
     pub fn destination_hash(&self, vip: SocketAddr) -> u32 {
-        byte_pairs(vip).fold(0, |hash, pair| hash ^ self.pair_hash(&pair, 0))
+        byte_pairs(vip).fold(0, |hash, pair| hash ^ self.pair_contribution(&pair, 0))
     }
 
     /// Returns the contribution of a source byte and the destination byte at the same offset to the hash.
-    fn pair_hash(&self, pair: &BytePair, source: u8) -> u32 {
-        let (source, destination) = self.input.transform(source, pair.destination);
-        self.toeplitz_of_byte(pair.source_at, source) ^ self.toeplitz_of_byte(pair.destination_at, destination)
+    fn pair_contribution(&self, pair: &BytePair, source: u8) -> u32 {
+        let (source, destination) = self.input_transform.transform_bytes(source, pair.destination_byte);
+        self.byte_contribution(pair.source_index, source) ^ self.byte_contribution(pair.destination_index, destination)
     }
 }
 
 /// A byte of the destination, with its index in the input and the index of the source byte at the same offset.
 struct BytePair {
-    source_at: usize,
-    destination_at: usize,
-    destination: u8,
+    source_index: usize,
+    destination_index: usize,
+    destination_byte: u8,
 }
 
 /// Returns the byte pairs of a destination's address and port.
@@ -190,30 +192,40 @@ fn byte_pairs(vip: SocketAddr) -> impl Iterator<Item = BytePair> {
         IpAddr::V6(address) => address.octets().to_vec(),
     };
     let (length, port) = (address.len(), vip.port().to_be_bytes());
-    let pair = |source_at, half, destination| BytePair { source_at, destination_at: source_at + half, destination };
-    let of_address = address.into_iter().enumerate().map(move |(at, byte)| pair(at, length, byte));
-    let of_port = port.into_iter().enumerate().map(move |(at, byte)| pair(2 * length + at, size_of::<u16>(), byte));
-    of_address.chain(of_port)
+    let byte_pair = |source_at, half, destination| BytePair {
+        source_index: source_at,
+        destination_index: source_at + half,
+        destination_byte: destination,
+    };
+    let address_pairs = address.into_iter().enumerate().map(move |(at, byte)| byte_pair(at, length, byte));
+    let port_pairs =
+        port.into_iter().enumerate().map(move |(at, byte)| byte_pair(2 * length + at, size_of::<u16>(), byte));
+    address_pairs.chain(port_pairs)
 }
 
 /// Number of bytes of the longest input: IPv6 addresses and ports.
-const INPUT_BYTES: usize = intf::RSS_INPUT_IPV6_BYTES as usize;
+const MAX_INPUT_BYTES: usize = intf::RSS_INPUT_IPV6_BYTES as usize;
 
-/// A key as tables, for hashing by one look-up per input byte: fifty times as fast as [`RssKey::toeplitz`], in 36 KiB.
+/// A key as tables, for hashing by one look-up per input byte: fifty times as fast as [`RssKey::toeplitz_hash`], in 36
+/// KiB.
 #[derive(Debug, Clone)]
 pub struct ToeplitzTables {
-    byte: Box<[[u32; 256]; INPUT_BYTES]>,
-    input: InputTransform,
+    table_by_byte: Box<[[u32; 256]; MAX_INPUT_BYTES]>,
+    input_transform: InputTransform,
 }
 
 impl ToeplitzTables {
-    /// Returns the hash that [`RssKey::toeplitz`] returns, for an input of at most 36 bytes.
+    /// Returns the hash that [`RssKey::toeplitz_hash`] returns, for an input of at most 36 bytes.
     pub fn hash(&self, tuple: &[u8]) -> u32 {
-        let of = |input: &[u8]| {
-            input.iter().zip(self.byte.iter()).fold(0, |hash, (byte, table)| hash ^ table[usize::from(*byte)])
+        let hash_of_transformed = |input: &[u8]| {
+            input.iter().zip(self.table_by_byte.iter()).fold(0, |hash, (byte, table)| hash ^ table[usize::from(*byte)])
         };
         // Nothing is copied for a NIC without a transform, because the simulator spends its time here.
-        if self.input == InputTransform::None { of(tuple) } else { of(&self.input.apply(tuple)) }
+        if self.input_transform == InputTransform::None {
+            hash_of_transformed(tuple)
+        } else {
+            hash_of_transformed(&self.input_transform.transform_tuple(tuple))
+        }
     }
 }
 
@@ -226,7 +238,7 @@ impl fmt::Debug for RssKey {
 /// Prints the key in the form of `ethtool -x`: bytes in hexadecimal, separated by colons.
 impl fmt::Display for RssKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (index, byte) in self.bytes.iter().enumerate() {
+        for (index, byte) in self.key_bytes.iter().enumerate() {
             if index > 0 {
                 f.write_str(":")?;
             }
@@ -306,10 +318,10 @@ impl IndirectionTable {
         if !queues.len().is_power_of_two() || queues.len() > intf::MAX_INDIRECTION_ENTRIES as usize {
             return Err(IndirectionTableError::Length(queues.len()));
         }
-        let narrow = |(entry, queue): (usize, &u32)| {
+        let to_queue_number = |(entry, queue): (usize, &u32)| {
             u16::try_from(*queue).map_err(|_| IndirectionTableError::QueueOutOfRange { entry, queue: *queue })
         };
-        Ok(Self { queues: queues.iter().enumerate().map(narrow).collect::<Result<_, _>>()? })
+        Ok(Self { queues: queues.iter().enumerate().map(to_queue_number).collect::<Result<_, _>>()? })
     }
 
     /// Returns a table in which every core has the same number of entries (+-1), in an order drawn from the server's
@@ -320,7 +332,7 @@ impl IndirectionTable {
     pub fn balanced(server_seed: u64, entries: usize, cores: u16) -> Result<Self, IndirectionTableError> {
         let cores = u32::from(cores.max(1));
         let mut queues: Vec<u32> = (0..entries as u32).map(|entry| entry % cores).collect();
-        let mut rng = seeded_rng(server_seed, RNG_STREAM_INDIRECTION);
+        let mut rng = seeded_rng(server_seed, INDIRECTION_TABLE_RNG_STREAM);
         // Shuffle by Fisher and Yates.
         for last in (1..queues.len()).rev() {
             queues.swap(last, uniform_below(&mut rng, last as u32 + 1) as usize);
@@ -331,13 +343,13 @@ impl IndirectionTable {
     /// Returns a table with each entry drawn independently from the server's id, as published (CrossRSS, CoNEXT'20,
     /// Sect. 2). Fails when `entries` is no power of two from 1 to 2048.
     pub fn independent(server_seed: u64, entries: usize, cores: u16) -> Result<Self, IndirectionTableError> {
-        let mut rng = seeded_rng(server_seed, RNG_STREAM_INDIRECTION);
+        let mut rng = seeded_rng(server_seed, INDIRECTION_TABLE_RNG_STREAM);
         let queues: Vec<u32> = (0..entries).map(|_| uniform_below(&mut rng, u32::from(cores.max(1)))).collect();
         Self::new(&queues)
     }
 
     /// Returns the receive queue for a hash, whose low bits select the entry.
-    pub fn queue(&self, hash: u32) -> u16 {
+    pub fn queue_of_hash(&self, hash: u32) -> u16 {
         self.queues[hash as usize & (self.queues.len() - 1)]
     }
 
@@ -353,7 +365,7 @@ impl IndirectionTable {
 }
 
 /// Stream of [`seeded_rng`] from which indirection tables are drawn.
-const RNG_STREAM_INDIRECTION: u64 = 1;
+const INDIRECTION_TABLE_RNG_STREAM: u64 = 1;
 
 /// RSS configuration of one server, as in its agent's report.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -380,11 +392,11 @@ pub enum EmulatedRssError {
 
 impl RssConfig {
     /// Returns the configuration in the layout by which BPF programs predict a packet's receive queue.
-    pub fn mapping(&self, generation: u32) -> Box<intf::rss_mapping> {
+    pub fn to_bpf_mapping(&self, generation: u32) -> Box<intf::rss_mapping> {
         let mut mapping = Box::new(intf::rss_mapping {
             entry_count: self.indirection_table.entry_count() as u32,
             generation,
-            input_transform: u32::from(self.key.input.number()),
+            input_transform: u32::from(self.key.input_transform.number()),
             byte: *self.key.byte_tables(),
             ..Default::default()
         });
@@ -393,18 +405,18 @@ impl RssConfig {
     }
 
     /// Returns the configuration as registers of the testbed's emulated NIC. Fails when the key has not 40 bytes.
-    pub fn emulated(&self, generation: u32) -> Result<Box<intf::emulated_rss>, EmulatedRssError> {
+    pub fn to_emulated_registers(&self, generation: u32) -> Result<Box<intf::emulated_rss>, EmulatedRssError> {
         let bytes = self.key.bytes();
         let key = bytes.try_into().map_err(|_| EmulatedRssError::KeyLength(bytes.len()))?;
-        Ok(Box::new(intf::emulated_rss { mapping: *self.mapping(generation), key, ..Default::default() }))
+        Ok(Box::new(intf::emulated_rss { mapping: *self.to_bpf_mapping(generation), key, ..Default::default() }))
     }
 
     /// Returns the configuration in the registers of the emulated NIC. Fails without a valid indirection table.
-    pub fn from_emulated(registers: &intf::emulated_rss) -> Result<Self, EmulatedRssError> {
-        let entries = (registers.mapping.entry_count as usize).min(registers.mapping.queue.len());
-        let queues: Vec<u32> = registers.mapping.queue[..entries].iter().map(|queue| u32::from(*queue)).collect();
+    pub fn from_emulated_registers(registers: &intf::emulated_rss) -> Result<Self, EmulatedRssError> {
+        let entry_count = (registers.mapping.entry_count as usize).min(registers.mapping.queue.len());
+        let queues: Vec<u32> = registers.mapping.queue[..entry_count].iter().map(|queue| u32::from(*queue)).collect();
         let input = InputTransform::try_from(registers.mapping.input_transform)?;
-        let key = RssKey { bytes: registers.key.into(), input };
+        let key = RssKey { key_bytes: registers.key.into(), input_transform: input };
         Ok(Self { key, indirection_table: IndirectionTable::new(&queues)? })
     }
 }
@@ -420,7 +432,7 @@ mod tests {
 
     /// The fingerprint identifies a key in logs, and no bytes of the key are printed.
     #[test]
-    fn secret_keys_are_not_shown() {
+    fn rss_keys_are_printed_as_fingerprints_only() {
         let key = RssKey::microsoft();
         assert_eq!((key.fingerprint(), format!("{key:?}")), ("377ecc6a".to_owned(), "RssKey(377ecc6a)".to_owned()));
         assert_ne!(RssKey::random(&mut seeded_rng(1, 0)).fingerprint(), key.fingerprint());
@@ -429,7 +441,7 @@ mod tests {
     #[test]
     fn toeplitz_equals_microsofts_examples() {
         let key = RssKey::microsoft();
-        let vectors = [
+        let test_vectors = [
             ("66.9.149.187:2794", "161.142.100.80:1766", 0x51cc_c178),
             ("199.92.111.2:14230", "65.69.140.83:4739", 0xc626_b0ea),
             ("24.19.198.95:12898", "12.22.207.184:38024", 0x5c2b_394a),
@@ -439,23 +451,23 @@ mod tests {
             ("[3ffe:501:8::260:97ff:fe40:efab]:14230", "[ff02::1]:4739", 0xdde5_1bbf),
             ("[3ffe:1900:4545:3:200:f8ff:fe21:67cf]:44251", "[fe80::200:f8ff:fe21:67cf]:38024", 0x02d1_feef),
         ];
-        for (client, vip, hash) in vectors {
+        for (client, vip, hash) in test_vectors {
             let tuple = FourTuple::new(client.parse().unwrap(), vip.parse().unwrap()).unwrap();
-            assert_eq!(key.toeplitz(&tuple.bytes()), hash, "{client} -> {vip}");
+            assert_eq!(key.toeplitz_hash(&tuple.bytes()), hash, "{client} -> {vip}");
             assert_eq!(key.tables().hash(&tuple.bytes()), hash, "{client} -> {vip}");
         }
     }
 
-    fn any_input() -> impl Strategy<Value = InputTransform> {
+    fn any_input_transform() -> impl Strategy<Value = InputTransform> {
         proptest::sample::select(&InputTransform::ALL[..])
     }
 
     proptest! {
         #[test]
         fn source_tables_and_destination_hash_give_the_whole_hash(
-            seed: u64, client: u128, port: u16, vip: u128, vip_port: u16, input in any_input(),
+            seed: u64, client: u128, port: u16, vip: u128, vip_port: u16, input in any_input_transform(),
         ) {
-            let key = RssKey::random(&mut seeded_rng(seed, 0)).with_input(input);
+            let key = RssKey::random(&mut seeded_rng(seed, 0)).with_input_transform(input);
             let ipv4 = |address: u128| Ipv4Addr::from(address as u32);
             let tuples = [
                 FourTuple::ipv4((ipv4(client), port), (ipv4(vip), vip_port)),
@@ -465,8 +477,8 @@ mod tests {
                 let tables = key.source_tables(tuple.vip());
                 let (input, address) = (tuple.bytes(), tables.len() - 2);
                 let source = input[..address].iter().chain(&input[2 * address..][..2]);
-                let parts = source.zip(&tables).fold(0, |hash, (byte, table)| hash ^ table[usize::from(*byte)]);
-                prop_assert_eq!(parts ^ key.destination_hash(tuple.vip()), key.toeplitz(&input));
+                let source_hash = source.zip(&tables).fold(0, |hash, (byte, table)| hash ^ table[usize::from(*byte)]);
+                prop_assert_eq!(source_hash ^ key.destination_hash(tuple.vip()), key.toeplitz_hash(&input));
             }
         }
 
@@ -475,23 +487,24 @@ mod tests {
         fn symmetric_inputs_are_hashed_as_ethtool_defines_them(
             seed: u64, client: u32, port: u16, vip: u32, vip_port: u16,
         ) {
-            let plain = RssKey::random(&mut seeded_rng(seed, 0));
+            let key_without_transform = RssKey::random(&mut seeded_rng(seed, 0));
             let tuple = FourTuple::ipv4((client.into(), port), (vip.into(), vip_port));
             let hash = |words: [u32; 2], ports: [u16; 2]| {
                 let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_be_bytes())
                     .chain(ports.iter().flat_map(|port| port.to_be_bytes())).collect();
-                plain.toeplitz(&bytes)
+                key_without_transform.toeplitz_hash(&bytes)
             };
             let (xor, xor_ports) = (client ^ vip, port ^ vip_port);
-            let of = |input| (plain.with_input(input).toeplitz(&tuple.bytes()),
-                plain.with_input(input).tables().hash(&tuple.bytes()));
+            let hashes_with = |input| (key_without_transform.with_input_transform(input).toeplitz_hash(&tuple.bytes()),
+                key_without_transform.with_input_transform(input).tables().hash(&tuple.bytes()));
             let expected = hash([xor, xor], [xor_ports, xor_ports]);
-            prop_assert_eq!(of(InputTransform::SymmetricXor), (expected, expected));
+            prop_assert_eq!(hashes_with(InputTransform::SymmetricXor), (expected, expected));
             let expected = hash([client | vip, xor], [port | vip_port, xor_ports]);
-            prop_assert_eq!(of(InputTransform::SymmetricOrXor), (expected, expected));
-            let back = FourTuple::ipv4((vip.into(), vip_port), (client.into(), port));
-            let back_hash = plain.with_input(InputTransform::SymmetricOrXor).toeplitz(&back.bytes());
-            prop_assert_eq!(back_hash, expected, "both directions hash alike");
+            prop_assert_eq!(hashes_with(InputTransform::SymmetricOrXor), (expected, expected));
+            let reverse_tuple = FourTuple::ipv4((vip.into(), vip_port), (client.into(), port));
+            let reverse_hash = key_without_transform.with_input_transform(InputTransform::SymmetricOrXor)
+                .toeplitz_hash(&reverse_tuple.bytes());
+            prop_assert_eq!(reverse_hash, expected, "both directions hash alike");
         }
 
         #[test]
@@ -511,22 +524,27 @@ mod tests {
     }
 
     #[test]
-    fn emulated_nic_returns_written_settings() {
+    fn emulated_nic_registers_round_trip() {
         let rng = &mut seeded_rng(1, 1);
         let indirection_table = IndirectionTable::balanced(1, 128, 4).unwrap();
         let rss = RssConfig { key: RssKey::random(rng), indirection_table: indirection_table.clone() };
-        let registers = rss.emulated(3).unwrap();
+        let registers = rss.to_emulated_registers(3).unwrap();
         assert_eq!((registers.mapping.entry_count, registers.mapping.generation), (128, 3));
         let input = [10, 1, 0, 7, 10, 200, 0, 1, 157, 120, 0, 80];
-        let by_bytes = input.iter().zip(&registers.mapping.byte).fold(0, |h, (byte, table)| h ^ table[*byte as usize]);
-        assert_eq!(by_bytes, rss.key.toeplitz(&input));
-        assert_eq!(RssConfig::from_emulated(&registers), Ok(rss.clone()));
-        let symmetric = RssConfig { key: rss.key.with_input(InputTransform::SymmetricOrXor), ..rss };
-        assert_eq!(RssConfig::from_emulated(&symmetric.emulated(4).unwrap()), Ok(symmetric));
+        let hash_by_tables =
+            input.iter().zip(&registers.mapping.byte).fold(0, |h, (byte, table)| h ^ table[*byte as usize]);
+        assert_eq!(hash_by_tables, rss.key.toeplitz_hash(&input));
+        assert_eq!(RssConfig::from_emulated_registers(&registers), Ok(rss.clone()));
+        let config_with_transform =
+            RssConfig { key: rss.key.with_input_transform(InputTransform::SymmetricOrXor), ..rss };
+        assert_eq!(
+            RssConfig::from_emulated_registers(&config_with_transform.to_emulated_registers(4).unwrap()),
+            Ok(config_with_transform)
+        );
 
-        let long = RssConfig { key: RssKey::new(&[1; 52]).unwrap(), indirection_table };
-        assert_eq!(long.emulated(1).unwrap_err(), EmulatedRssError::KeyLength(52));
-        assert!(RssConfig::from_emulated(&intf::emulated_rss::default()).is_err());
+        let config_with_long_key = RssConfig { key: RssKey::new(&[1; 52]).unwrap(), indirection_table };
+        assert_eq!(config_with_long_key.to_emulated_registers(1).unwrap_err(), EmulatedRssError::KeyLength(52));
+        assert!(RssConfig::from_emulated_registers(&intf::emulated_rss::default()).is_err());
     }
 
     #[test]
@@ -546,8 +564,8 @@ mod tests {
     #[test]
     fn uniform_numbers_reach_every_value() {
         let mut rng = seeded_rng(7, 7);
-        let mut seen = [0u32; 6];
-        (0..6000).for_each(|_| seen[uniform_below(&mut rng, 6) as usize] += 1);
-        assert!(seen.iter().all(|count| (850..1150).contains(count)), "{seen:?}");
+        let mut counts_by_value = [0u32; 6];
+        (0..6000).for_each(|_| counts_by_value[uniform_below(&mut rng, 6) as usize] += 1);
+        assert!(counts_by_value.iter().all(|count| (850..1150).contains(count)), "{counts_by_value:?}");
     }
 }

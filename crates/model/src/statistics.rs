@@ -32,7 +32,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn variance_equals_a_hand_calculation() {
+    fn variance_pct_equals_values_calculated_by_hand() {
         assert_eq!(variance_pct(&[1.0, 1.0, 1.0]), Some(0.0));
         assert_eq!(variance_pct(&[1.0, 3.0]), Some(25.0));
         assert_eq!(variance_pct(&[]), None);

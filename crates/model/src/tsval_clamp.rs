@@ -12,10 +12,10 @@
 
 use coreward_intf as intf;
 
-use crate::cookie::{RESTORE_SLACK_MS, restore_tsval};
+use crate::cookie::{TSVAL_RESTORE_SLACK_MS, restore_tsval};
 
 /// Maximum step of TSval (ms), which is sent in place of a larger one: 2^15 - 1.
-pub const MAX_STEP_MS: u32 = intf::MAX_STEP_MS;
+pub const MAX_TSVAL_STEP_MS: u32 = intf::MAX_STEP_MS;
 
 /// Time part of a TSval that is sent to the client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,17 +28,17 @@ pub struct TimePart {
 
 /// A maximum step that was sent: `struct clamped_timestamp`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct ClampedTsval {
-    time: TimePart,
+struct ClampedTimestamp {
+    clamped_time: TimePart,
     /// Last TSecr of the client before the step.
     last_tsecr: TimePart,
-    confirmed: bool,
+    is_confirmed: bool,
 }
 
 /// State of the PAWS clamp of one connection.
 #[derive(Debug, Clone, Default)]
 pub struct PawsClamp {
-    held_tsval: Option<ClampedTsval>,
+    held_timestamp: Option<ClampedTimestamp>,
     /// The server's own TSval of the last clamped packet of a group of connections. It makes the look-up unnecessary
     /// for most packets.
     last_clamp_ms: u32,
@@ -47,65 +47,68 @@ pub struct PawsClamp {
 impl PawsClamp {
     /// Returns the time part to send with a packet. `milliseconds` is the server's own TSval. `last_tsecr` is the
     /// client's last TSecr as it was restored for the kernel; 0 without one.
-    pub fn time_to_send(&mut self, milliseconds: u32, last_tsecr: u32) -> TimePart {
-        let plain = TimePart { sent: milliseconds as u16, original_tsval: milliseconds };
-        let elapsed = milliseconds.wrapping_sub(last_tsecr);
+    pub fn time_part_to_send(&mut self, milliseconds: u32, last_tsecr: u32) -> TimePart {
+        let unclamped_time = TimePart { sent: milliseconds as u16, original_tsval: milliseconds };
+        let elapsed_ms = milliseconds.wrapping_sub(last_tsecr);
         // A genuine restored TSecr is never further ahead; this one was forged.
-        let forged = (elapsed.wrapping_add(RESTORE_SLACK_MS) as i32) < 0;
-        if last_tsecr == 0 || forged || elapsed < MAX_STEP_MS && !self.clamped_recently(milliseconds) {
-            return plain;
+        let is_forged = (elapsed_ms.wrapping_add(TSVAL_RESTORE_SLACK_MS) as i32) < 0;
+        if last_tsecr == 0 || is_forged || elapsed_ms < MAX_TSVAL_STEP_MS && !self.was_clamped_recently(milliseconds) {
+            return unclamped_time;
         }
-        let mut recent = last_tsecr as u16;
-        match self.held_tsval {
-            Some(held) if held.confirmed && held.time.original_tsval == last_tsecr => recent = held.time.sent,
+        let mut client_time_bits = last_tsecr as u16;
+        match self.held_timestamp {
+            Some(held) if held.is_confirmed && held.clamped_time.original_tsval == last_tsecr => {
+                client_time_bits = held.clamped_time.sent
+            }
             Some(held) if held.last_tsecr.original_tsval == last_tsecr => {
                 self.last_clamp_ms = milliseconds;
-                return held.time;
+                return held.clamped_time;
             }
             _ => {}
         }
         // Distance from the client's value to now; a distance of more than a turn remains more than a turn.
-        let distance = u32::from((last_tsecr as u16).wrapping_sub(recent)).wrapping_add(elapsed);
-        if distance < MAX_STEP_MS {
-            return plain;
+        let distance_ms = u32::from((last_tsecr as u16).wrapping_sub(client_time_bits)).wrapping_add(elapsed_ms);
+        if distance_ms < MAX_TSVAL_STEP_MS {
+            return unclamped_time;
         }
-        let time = TimePart { sent: recent.wrapping_add(MAX_STEP_MS as u16), original_tsval: milliseconds };
-        self.held_tsval = Some(ClampedTsval {
-            time,
-            last_tsecr: TimePart { sent: recent, original_tsval: last_tsecr },
-            confirmed: false,
+        let clamped_time =
+            TimePart { sent: client_time_bits.wrapping_add(MAX_TSVAL_STEP_MS as u16), original_tsval: milliseconds };
+        self.held_timestamp = Some(ClampedTimestamp {
+            clamped_time,
+            last_tsecr: TimePart { sent: client_time_bits, original_tsval: last_tsecr },
+            is_confirmed: false,
         });
         self.last_clamp_ms = milliseconds;
-        time
+        clamped_time
     }
 
     /// Returns whether a packet was clamped so recently that it may matter although the last TSecr is less than a
     /// maximum step old. (That TSecr may have been restored to a time slightly after now.)
-    fn clamped_recently(&self, milliseconds: u32) -> bool {
-        milliseconds.wrapping_sub(self.last_clamp_ms) as i32 <= (MAX_STEP_MS + RESTORE_SLACK_MS) as i32
+    fn was_clamped_recently(&self, milliseconds: u32) -> bool {
+        milliseconds.wrapping_sub(self.last_clamp_ms) as i32 <= (MAX_TSVAL_STEP_MS + TSVAL_RESTORE_SLACK_MS) as i32
     }
 
     /// Returns the server's own TSval for the time part of a TSecr that arrives at `now_ms`. Never 0, which the kernel
     /// reads as "no TSecr": once in 49 days the result is one millisecond earlier.
     pub fn restore(&mut self, time: u16, now_ms: u32) -> u32 {
-        match self.restore_any(time, now_ms) {
+        match self.restore_tsval_or_zero(time, now_ms) {
             0 => u32::MAX,
             original => original,
         }
     }
 
-    fn restore_any(&mut self, time: u16, now_ms: u32) -> u32 {
-        if !self.clamped_recently(now_ms) {
+    fn restore_tsval_or_zero(&mut self, time: u16, now_ms: u32) -> u32 {
+        if !self.was_clamped_recently(now_ms) {
             return restore_tsval(time, now_ms);
         }
-        let Some(held) = &mut self.held_tsval else { return restore_tsval(time, now_ms) };
-        if time == held.time.sent {
-            held.confirmed = true;
-            return held.time.original_tsval;
+        let Some(held) = &mut self.held_timestamp else { return restore_tsval(time, now_ms) };
+        if time == held.clamped_time.sent {
+            held.is_confirmed = true;
+            return held.clamped_time.original_tsval;
         }
-        if held.confirmed {
+        if held.is_confirmed {
             // The client has advanced: these 16 bits may come from the clock again.
-            self.held_tsval = None;
+            self.held_timestamp = None;
             return restore_tsval(time, now_ms);
         }
         // Sent before the clamped packet, so less than a largest step after the client's TSecr of that time.
@@ -113,7 +116,7 @@ impl PawsClamp {
         let (step, behind) = (time.wrapping_sub(sent), (original_tsval as u16).wrapping_sub(sent));
         match (step, step.checked_sub(behind)) {
             (0, _) => original_tsval,
-            (_, Some(later)) if u32::from(step) < MAX_STEP_MS => original_tsval.wrapping_add(later.into()),
+            (_, Some(later)) if u32::from(step) < MAX_TSVAL_STEP_MS => original_tsval.wrapping_add(later.into()),
             _ => restore_tsval(time, now_ms),
         }
     }
@@ -127,7 +130,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::cookie::{Cookie, CookieKey, FleetKeys, KeyIndex, decode_cookie, stamp_tsval, stamped_time};
+    use crate::cookie::{Cookie, CookieKey, FleetCookieKeys, KeyIndex, decode_cookie, decode_time_part, stamp_tsval};
     use crate::{FourTuple, ServerId};
 
     const TIME_KEY: CookieKey = CookieKey { k0: 77, k1: 78 };
@@ -157,7 +160,7 @@ mod tests {
     }
 
     fn events() -> impl Strategy<Value = Vec<Event>> {
-        let event = prop_oneof![
+        let any_event = prop_oneof![
             6 => (any::<bool>(), prop::bool::weighted(0.2))
                 .prop_map(|(from_server, lost)| Event::Packet { from_server, lost }),
             4 => any::<bool>().prop_map(|at_server| Event::Arrival { at_server }),
@@ -168,49 +171,49 @@ mod tests {
                 .prop_map(|(turns, more)| Event::Silence { milliseconds: turns * 32_768 - 20 + more }),
             1 => (1u32..2000).prop_map(|later| Event::Switch { later }),
         ];
-        prop::collection::vec(event, 1..200)
+        prop::collection::vec(any_event, 1..200)
     }
 
     #[derive(Debug, Clone, Copy)]
-    struct Sent {
+    struct SentTsval {
         value: u32,
-        at_ms: u32,
+        sent_at_ms: u32,
     }
 
     /// Server and client of one connection, and the packets in flight between them.
     struct Connection {
-        now: u32,
-        keys: FleetKeys,
+        now_ms: u32,
+        keys: FleetCookieKeys,
         switch_ms: u32,
-        rule: PawsClamp,
+        paws_clamp: PawsClamp,
         last_tsecr: u32,
-        to_client: VecDeque<Sent>,
-        to_server: VecDeque<Sent>,
+        packets_to_client: VecDeque<SentTsval>,
+        packets_to_server: VecDeque<SentTsval>,
         /// The client's ts_recent (RFC 7323, Sect. 4.3); `None` before the SYN-ACK.
-        recent: Option<Sent>,
+        client_ts_recent: Option<SentTsval>,
         /// Whether the last TSecr was older than a turn of the circle, and so was restored to a later time.
         is_tsecr_wrapped: bool,
         tuple: FourTuple,
     }
 
-    fn server() -> Cookie {
+    fn server_cookie() -> Cookie {
         Cookie::Server(ServerId::try_from(4711).unwrap())
     }
 
     impl Connection {
         fn new(now: u32, port: u16) -> Self {
             let mut connection = Self {
-                now,
-                keys: FleetKeys {
+                now_ms: now,
+                keys: FleetCookieKeys {
                     keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }],
                     current: KeyIndex::First,
                 },
                 switch_ms: now.wrapping_sub(1000),
-                rule: PawsClamp { last_clamp_ms: now.wrapping_sub(1 << 30), held_tsval: None },
+                paws_clamp: PawsClamp { last_clamp_ms: now.wrapping_sub(1 << 30), held_timestamp: None },
                 last_tsecr: 0,
-                to_client: VecDeque::new(),
-                to_server: VecDeque::new(),
-                recent: None,
+                packets_to_client: VecDeque::new(),
+                packets_to_server: VecDeque::new(),
+                client_ts_recent: None,
                 is_tsecr_wrapped: false,
                 tuple: FourTuple::ipv4((Ipv4Addr::new(10, 1, 0, 7), port), (Ipv4Addr::new(10, 200, 0, 1), 80)),
             };
@@ -228,58 +231,59 @@ mod tests {
         fn apply_event(&mut self, event: Event) {
             match event {
                 Event::Packet { from_server: true, lost } => {
-                    let time = self.rule.time_to_send(self.now, self.last_tsecr);
-                    let keys = self.keys.at_tsval(time.original_tsval, self.switch_ms);
-                    let value = stamp_tsval(&keys, &TIME_KEY, &self.tuple, server(), time.sent.into());
+                    let time_part = self.paws_clamp.time_part_to_send(self.now_ms, self.last_tsecr);
+                    let keys = self.keys.for_tsval(time_part.original_tsval, self.switch_ms);
+                    let stamped_tsval =
+                        stamp_tsval(&keys, &TIME_KEY, &self.tuple, server_cookie(), time_part.sent.into());
                     if !lost {
-                        self.to_client.push_back(Sent { value, at_ms: self.now });
+                        self.packets_to_client.push_back(SentTsval { value: stamped_tsval, sent_at_ms: self.now_ms });
                     }
                 }
                 Event::Packet { from_server: false, lost } => {
-                    self.to_server.extend(self.recent.filter(|_| !lost));
+                    self.packets_to_server.extend(self.client_ts_recent.filter(|_| !lost));
                 }
                 Event::Arrival { at_server: true } => {
-                    if let Some(tsecr) = self.to_server.pop_front() {
-                        assert_eq!(decode_cookie(&self.keys, &self.tuple, tsecr.value), server());
+                    if let Some(tsecr) = self.packets_to_server.pop_front() {
+                        assert_eq!(decode_cookie(&self.keys, &self.tuple, tsecr.value), server_cookie());
                         self.last_tsecr =
-                            self.rule.restore(stamped_time(&TIME_KEY, &self.tuple, tsecr.value), self.now);
-                        self.is_tsecr_wrapped = self.last_tsecr.wrapping_sub(tsecr.at_ms) as i32 > 1 << 15;
-                        let ahead = self.last_tsecr.wrapping_sub(self.now) as i32;
-                        assert!(ahead <= RESTORE_SLACK_MS as i32, "restored {ahead} ms into the future");
+                            self.paws_clamp.restore(decode_time_part(&TIME_KEY, &self.tuple, tsecr.value), self.now_ms);
+                        self.is_tsecr_wrapped = self.last_tsecr.wrapping_sub(tsecr.sent_at_ms) as i32 > 1 << 15;
+                        let ms_ahead = self.last_tsecr.wrapping_sub(self.now_ms) as i32;
+                        assert!(ms_ahead <= TSVAL_RESTORE_SLACK_MS as i32, "restored {ms_ahead} ms into the future");
                     }
                 }
                 Event::Arrival { at_server: false } => {
-                    let Some(sent) = self.to_client.pop_front() else { return };
-                    let recent = self.recent.unwrap_or(sent).value;
-                    let step = sent.value.wrapping_sub(recent) as i32;
+                    let Some(sent) = self.packets_to_client.pop_front() else { return };
+                    let ts_recent = self.client_ts_recent.unwrap_or(sent).value;
+                    let tsval_step = sent.value.wrapping_sub(ts_recent) as i32;
                     // A packet of the same millisecond may have a key that came in between, and is lost. That happens
                     // once in 65,536 times that keys change during a silence of more than a minute.
-                    let same_millisecond =
-                        self.is_tsecr_wrapped && (sent.value ^ recent) >> intf::COOKIE_TIME_SHIFT == 0;
-                    assert!(step >= 0 || same_millisecond, "TSval {:#x} after {recent:#x}", sent.value);
-                    if step >= 0 {
-                        self.recent = Some(sent);
+                    let is_same_millisecond =
+                        self.is_tsecr_wrapped && (sent.value ^ ts_recent) >> intf::COOKIE_TIME_SHIFT == 0;
+                    assert!(tsval_step >= 0 || is_same_millisecond, "TSval {:#x} after {ts_recent:#x}", sent.value);
+                    if tsval_step >= 0 {
+                        self.client_ts_recent = Some(sent);
                     }
                 }
                 Event::Silence { milliseconds } => {
-                    while !self.to_client.is_empty() || !self.to_server.is_empty() {
+                    while !self.packets_to_client.is_empty() || !self.packets_to_server.is_empty() {
                         self.apply_event(Event::Arrival { at_server: false });
                         self.apply_event(Event::Arrival { at_server: true });
                     }
-                    self.now = self.now.wrapping_add(milliseconds);
+                    self.now_ms = self.now_ms.wrapping_add(milliseconds);
                 }
-                Event::Pause { milliseconds } => self.now = self.now.wrapping_add(milliseconds),
+                Event::Pause { milliseconds } => self.now_ms = self.now_ms.wrapping_add(milliseconds),
                 // The controller keeps switches hours apart. The last switch is over, and TCP has given up connections
                 // of clients that have sent nothing since.
                 Event::Switch { later } => {
-                    let since_switch = |original: u32| original.wrapping_sub(self.switch_ms) as i32 >= 0;
-                    let held_since = self
-                        .rule
-                        .held_tsval
-                        .is_none_or(|held| held.confirmed || since_switch(held.time.original_tsval));
-                    if since_switch(self.now) && held_since {
+                    let is_after_switch = |original: u32| original.wrapping_sub(self.switch_ms) as i32 >= 0;
+                    let is_held_after_switch = self
+                        .paws_clamp
+                        .held_timestamp
+                        .is_none_or(|held| held.is_confirmed || is_after_switch(held.clamped_time.original_tsval));
+                    if is_after_switch(self.now_ms) && is_held_after_switch {
                         self.keys.current = self.keys.current.other();
-                        self.switch_ms = self.now.wrapping_add(later);
+                        self.switch_ms = self.now_ms.wrapping_add(later);
                     }
                 }
             }
@@ -289,7 +293,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(5000))]
         #[test]
-        fn tsval_never_goes_back_for_a_client(start: u32, port: u16, events in events()) {
+        fn tsval_never_decreases_for_a_client(start: u32, port: u16, events in events()) {
             let mut connection = Connection::new(start, port);
             events.into_iter().for_each(|event| connection.apply_event(event));
         }
@@ -299,13 +303,13 @@ mod tests {
             let mut connection = Connection::new(start, port);
             connection.apply_event(Event::Silence { milliseconds: silence });
             // Every largest step is half of the circle.
-            for _ in 0..=silence / MAX_STEP_MS {
+            for _ in 0..=silence / MAX_TSVAL_STEP_MS {
                 connection.round_trip();
                 // The kernel measures the time that has passed since it sent the packet.
-                prop_assert_eq!(connection.last_tsecr, connection.now);
+                prop_assert_eq!(connection.last_tsecr, connection.now_ms);
             }
-            let time = connection.rule.time_to_send(connection.now, connection.last_tsecr);
-            prop_assert_eq!(time.sent, connection.now as u16);
+            let time_part = connection.paws_clamp.time_part_to_send(connection.now_ms, connection.last_tsecr);
+            prop_assert_eq!(time_part.sent, connection.now_ms as u16);
         }
     }
 }

@@ -85,8 +85,8 @@ impl FromStr for Protocol {
     type Err = UnknownProtocol;
 
     fn from_str(name: &str) -> Result<Self, Self::Err> {
-        let known = Self::ALL.into_iter().find(|protocol| protocol.name() == name);
-        known.ok_or_else(|| UnknownProtocol(name.to_string()))
+        let matching_protocol = Self::ALL.into_iter().find(|protocol| protocol.name() == name);
+        matching_protocol.ok_or_else(|| UnknownProtocol(name.to_string()))
     }
 }
 
@@ -108,16 +108,16 @@ impl fmt::Display for ServiceAddress {
 /// Error: a text that is not the address of a service.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("service address {0:?}: expected VIP, port and protocol, as \"10.200.0.1:80/tcp\"")]
-pub struct UnknownServiceAddress(String);
+pub struct InvalidServiceAddress(String);
 
 impl FromStr for ServiceAddress {
-    type Err = UnknownServiceAddress;
+    type Err = InvalidServiceAddress;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let parsed = text.split_once('/').and_then(|(socket, protocol)| {
+        let service_address = text.split_once('/').and_then(|(socket, protocol)| {
             Some(Self { socket: socket.parse().ok()?, protocol: protocol.parse().ok()? })
         });
-        parsed.ok_or_else(|| UnknownServiceAddress(text.to_owned()))
+        service_address.ok_or_else(|| InvalidServiceAddress(text.to_owned()))
     }
 }
 
@@ -166,15 +166,19 @@ pub struct FourTuple {
     "client {client} and VIP {vip} are of different address families: expected a client with an {family} address",
     family = if vip.is_ipv4() { "IPv4" } else { "IPv6" }
 )]
-pub struct MixedFamilies {
+pub struct MixedAddressFamilies {
     client: SocketAddr,
     vip: SocketAddr,
 }
 
 impl FourTuple {
     /// Returns the 4-tuple of client and VIP. Fails when one address is IPv4 and the other IPv6.
-    pub fn new(client: SocketAddr, vip: SocketAddr) -> Result<Self, MixedFamilies> {
-        if client.is_ipv4() == vip.is_ipv4() { Ok(Self { client, vip }) } else { Err(MixedFamilies { client, vip }) }
+    pub fn new(client: SocketAddr, vip: SocketAddr) -> Result<Self, MixedAddressFamilies> {
+        if client.is_ipv4() == vip.is_ipv4() {
+            Ok(Self { client, vip })
+        } else {
+            Err(MixedAddressFamilies { client, vip })
+        }
     }
 
     /// Returns the 4-tuple of two IPv4 addresses, which cannot be of different families.
@@ -200,8 +204,8 @@ impl FourTuple {
     /// Returns source address, destination address, source port and destination port in network byte order: 12 bytes,
     /// or 36 for IPv6. They are the input of RSS with ports ("RSS hashing types", Microsoft, NDIS 6.0) and of the
     /// cookie's keyed hash.
-    pub fn bytes(&self) -> TupleBytes {
-        let mut bytes = TupleBytes { buffer: [0; 36], length: 0 };
+    pub fn bytes(&self) -> FourTupleBytes {
+        let mut bytes = FourTupleBytes { buffer: [0; 36], length: 0 };
         for address in [self.client.ip(), self.vip.ip()] {
             match address {
                 IpAddr::V4(v4) => bytes.push(&v4.octets()),
@@ -216,19 +220,19 @@ impl FourTuple {
 
 /// Bytes of a [`FourTuple`], without a heap allocation.
 #[derive(Debug, Clone, Copy)]
-pub struct TupleBytes {
+pub struct FourTupleBytes {
     buffer: [u8; 36],
     length: usize,
 }
 
-impl TupleBytes {
+impl FourTupleBytes {
     fn push(&mut self, part: &[u8]) {
         self.buffer[self.length..self.length + part.len()].copy_from_slice(part);
         self.length += part.len();
     }
 }
 
-impl std::ops::Deref for TupleBytes {
+impl std::ops::Deref for FourTupleBytes {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
@@ -241,7 +245,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn printed_addresses_parse_again() {
+    fn addresses_in_words_round_trip() {
         for text in ["10.200.0.1", "2001:db8::1", "::1"] {
             let address = text.parse().unwrap();
             assert_eq!(address_from_words(address_words(address)), address);
@@ -265,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn families_do_not_mix_and_ids_do_not_overflow() {
+    fn mixed_address_families_and_server_ids_out_of_range_are_rejected() {
         assert!(FourTuple::new("10.0.0.1:1".parse().unwrap(), "[::1]:80".parse().unwrap()).is_err());
         assert!(ServerId::try_from(16_383).is_ok());
         assert_eq!(

@@ -7,7 +7,7 @@ pub struct Vlan(u16);
 /// Error: a VLAN id that is out of range.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("VLAN {0}: expected 1 to {max}", max = Vlan::MAX)]
-pub struct VlanError(pub u64);
+pub struct VlanIdOutOfRange(pub u64);
 
 impl Vlan {
     /// Untagged frames: without a tag, or with a tag that has only a priority.
@@ -17,12 +17,12 @@ impl Vlan {
     pub const MAX: u16 = 4094;
 
     /// Returns the VLAN with the id `id`. Fails unless `id` is from 1 to 4094.
-    pub fn new(id: u64) -> Result<Self, VlanError> {
-        u16::try_from(id).ok().filter(|id| (1..=Self::MAX).contains(id)).map(Self).ok_or(VlanError(id))
+    pub fn new(id: u64) -> Result<Self, VlanIdOutOfRange> {
+        u16::try_from(id).ok().filter(|id| (1..=Self::MAX).contains(id)).map(Self).ok_or(VlanIdOutOfRange(id))
     }
 
     /// Returns the VLAN with the id `id`, or untagged frames for 0. Fails when `id` is above 4094.
-    pub fn from_id(id: u64) -> Result<Self, VlanError> {
+    pub fn from_id_or_untagged(id: u64) -> Result<Self, VlanIdOutOfRange> {
         if id == 0 { Ok(Self::UNTAGGED) } else { Self::new(id) }
     }
 
@@ -47,11 +47,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reserved_ids_are_rejected() {
+    fn reserved_vlan_ids_are_rejected() {
         assert_eq!(Vlan::new(4094).unwrap().get(), 4094);
-        assert_eq!(Vlan::new(0), Err(VlanError(0)));
+        assert_eq!(Vlan::new(0), Err(VlanIdOutOfRange(0)));
         assert_eq!(Vlan::new(4095).unwrap_err().to_string(), "VLAN 4095: expected 1 to 4094");
-        assert_eq!(Vlan::new(65_537), Err(VlanError(65_537)));
-        assert_eq!(Vlan::from_id(0), Ok(Vlan::UNTAGGED));
+        assert_eq!(Vlan::new(65_537), Err(VlanIdOutOfRange(65_537)));
+        assert_eq!(Vlan::from_id_or_untagged(0), Ok(Vlan::UNTAGGED));
     }
 }

@@ -2,12 +2,12 @@
 
 /// Pattern of a request: bytes at an offset of its payload.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Pattern {
+pub struct PayloadPattern {
     pub offset: usize,
     pub bytes: Vec<u8>,
 }
 
-impl Pattern {
+impl PayloadPattern {
     /// Returns whether the payload has the pattern's bytes at the pattern's offset.
     #[inline]
     pub fn matches(&self, payload: &[u8]) -> bool {
@@ -19,13 +19,14 @@ impl Pattern {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Classifier {
     /// Services with the patterns of their requests; `None` matches every request.
-    pub rules: Vec<(u8, Option<Pattern>)>,
+    pub rules: Vec<(u8, Option<PayloadPattern>)>,
 }
 
 impl Classifier {
     #[inline]
     pub fn classify_request(&self, payload: &[u8]) -> Option<u8> {
-        let matches = |pattern: &Option<Pattern>| pattern.as_ref().is_none_or(|pattern| pattern.matches(payload));
-        self.rules.iter().find(|(_, pattern)| matches(pattern)).map(|(service, _)| *service)
+        let rule_matches =
+            |pattern: &Option<PayloadPattern>| pattern.as_ref().is_none_or(|pattern| pattern.matches(payload));
+        self.rules.iter().find(|(_, pattern)| rule_matches(pattern)).map(|(service, _)| *service)
     }
 }

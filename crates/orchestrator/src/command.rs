@@ -21,25 +21,25 @@ pub struct OrchestrateArgs {
 #[derive(Debug)]
 pub struct PreparedDaemon {
     config: Config,
-    intake: RequestIntake,
+    request_intake: RequestIntake,
 }
 
 /// Reads the configuration file and opens everything that requires capabilities. Fails when the file has mistakes.
 pub fn prepare(args: &OrchestrateArgs) -> anyhow::Result<PreparedDaemon> {
     let config = Config::load(&args.config)?;
-    let intake = RequestIntake::open(&config);
-    Ok(PreparedDaemon { config, intake })
+    let request_intake = RequestIntake::open(&config);
+    Ok(PreparedDaemon { config, request_intake })
 }
 
 /// Runs until SIGTERM or SIGINT. Returns the counters as JSON. Fails when sockets or memory are not available.
 pub fn run(prepared: PreparedDaemon) -> anyhow::Result<String> {
-    let PreparedDaemon { config, intake } = prepared;
-    let stop = Arc::new(AtomicBool::new(false));
-    let signalled = stop.clone();
-    ctrlc::set_handler(move || signalled.store(true, Relaxed)).context("cannot handle SIGTERM and SIGINT")?;
+    let PreparedDaemon { config, request_intake: intake } = prepared;
+    let stop_flag = Arc::new(AtomicBool::new(false));
+    let signal_flag = stop_flag.clone();
+    ctrlc::set_handler(move || signal_flag.store(true, Relaxed)).context("cannot handle SIGTERM and SIGINT")?;
     let mut daemon = Daemon::start(&config, intake)?;
-    let (memory, services) = (config.shared_memory_path.display(), config.engine.services.len());
-    let cores = config.engine.core_count;
+    let (memory, services) = (config.shared_memory_path.display(), config.engine_config.services.len());
+    let cores = config.engine_config.core_count;
     tracing::info!(
         event = "orchestrator-started",
         %memory,
@@ -47,6 +47,6 @@ pub fn run(prepared: PreparedDaemon) -> anyhow::Result<String> {
         cores,
         "the orchestrator accepts requests and workers"
     );
-    daemon.run(&stop)?;
-    Ok(daemon.status().json().to_string())
+    daemon.run(&stop_flag)?;
+    Ok(daemon.status().to_json().to_string())
 }

@@ -10,12 +10,12 @@ use coreward_config::{
     config_file, config_struct, string_enum,
 };
 use coreward_model::dispatch::{
-    FeoConfig, GroupConfig, Lambda, MAX_SERVICES, MAX_WEIGHT, QueueConfig, RankRule, Ranking, RateLimit,
+    FirstEligibleOutConfig, GroupConfig, Lambda, MAX_SERVICES, MAX_WEIGHT, QueueConfig, RankRule, Ranking, RateLimit,
     SchedulingParameters, Selection,
 };
 use coreward_runtime::ServiceEntry;
 
-use crate::classify::{Classifier, Pattern};
+use crate::classify::{Classifier, PayloadPattern};
 use crate::engine::{EngineConfig, ServiceConfig};
 
 #[derive(Debug, Clone)]
@@ -25,7 +25,7 @@ pub struct Config {
     pub listeners: Vec<(SocketAddrV4, Classifier)>,
     /// Interface at which AF_XDP receives requests; `None`: only the sockets receive them.
     pub af_xdp_interface: Option<String>,
-    pub engine: EngineConfig,
+    pub engine_config: EngineConfig,
     /// Time for which the idle daemon sleeps while cores have requests; 0: it always polls.
     pub idle_sleep: Duration,
     pub metrics_address: Option<SocketAddr>,
@@ -179,54 +179,54 @@ config_file!(Config, |table: UncheckedConfig, reader| table.check(reader));
 
 impl UncheckedConfig {
     fn check(self, reader: &mut Reader<'_>) -> Option<Config> {
-        let count = self.services.get_ref().len();
-        if !(1..=MAX_SERVICES).contains(&count) {
-            reader.report(self.services.span(), format!("{count} services: expected 1 to {MAX_SERVICES}"));
+        let service_count = self.services.get_ref().len();
+        if !(1..=MAX_SERVICES).contains(&service_count) {
+            reader.report(self.services.span(), format!("{service_count} services: expected 1 to {MAX_SERVICES}"));
         }
-        let groups = self.groups(reader);
+        let group_configs = self.group_configs(reader);
         let af_xdp_interface = self.af_xdp_interface(reader);
         let mut listeners: Vec<(SocketAddrV4, Classifier)> = Vec::new();
         let (mut services, mut queues) = (Vec::new(), Vec::new());
         for (number, spanned) in self.services.get_ref().iter().enumerate() {
-            let service = spanned.get_ref();
-            let address = service.address(af_xdp_interface.is_some());
+            let service_table = spanned.get_ref();
+            let address = service_table.listen_address(af_xdp_interface.is_some());
             let Some(address) = reader.ok_or_report(address, spanned.span()) else { continue };
-            let Some(lambda) = reader.ok_or_report(service.lambda(), spanned.span()) else { continue };
-            let Some(pattern) = reader.ok_or_report(service.parse_pattern(), spanned.span()) else { continue };
-            let Some(group) = reader.ok_or_report(self.group_of(service), spanned.span()) else { continue };
-            let known = listeners.iter().position(|(listen, _)| *listen == address).unwrap_or_else(|| {
+            let Some(lambda) = reader.ok_or_report(service_table.checked_lambda(), spanned.span()) else { continue };
+            let Some(pattern) = reader.ok_or_report(service_table.parse_pattern(), spanned.span()) else { continue };
+            let Some(group) = reader.ok_or_report(self.group_index(service_table), spanned.span()) else { continue };
+            let listener_index = listeners.iter().position(|(listen, _)| *listen == address).unwrap_or_else(|| {
                 listeners.push((address, Classifier::default()));
                 listeners.len() - 1
             });
-            listeners[known].1.rules.push((number as u8, pattern));
-            let priority = service.priority.0 as u8;
-            services.push(ServiceConfig { entry: ServiceEntry { address, priority }, lambda });
-            let member = service.member(groups.get(usize::from(group))?.ranking);
-            queues.push(QueueConfig { group, member, priority });
+            listeners[listener_index].1.rules.push((number as u8, pattern));
+            let priority = service_table.priority.0 as u8;
+            services.push(ServiceConfig { service_entry: ServiceEntry { address, priority }, lambda });
+            let member = service_table.scheduling_parameters(group_configs.get(usize::from(group))?.ranking);
+            queues.push(QueueConfig { group_index: group, member, drop_priority: priority });
         }
-        let scheduler = FeoConfig {
-            ranking: self.ranking.0,
-            groups,
+        let scheduler_config = FirstEligibleOutConfig {
+            group_ranking: self.ranking.0,
+            groups: group_configs,
             queues,
             selection: self.scheduler.0,
             capacity: self.waiting.0 as usize,
         };
-        let engine = EngineConfig {
+        let engine_config = EngineConfig {
             core_count: self.cores.0 as u16,
             rank_bound: NonZeroU16::new(self.depth.0 as u16)?,
             rank_rule: self.policy.0,
             services,
-            scheduler,
+            scheduler: scheduler_config,
             payload_bytes: self.payload.0 as u16,
             stall_after: self.stall_after.0,
         };
         let (shared_memory_path, idle_sleep, metrics_address) = (self.memory.0, self.sleep.0, self.metrics);
-        Some(Config { shared_memory_path, listeners, af_xdp_interface, engine, idle_sleep, metrics_address })
+        Some(Config { shared_memory_path, listeners, af_xdp_interface, engine_config, idle_sleep, metrics_address })
     }
 
     fn af_xdp_interface(&self, reader: &mut Reader<'_>) -> Option<String> {
-        let intake = self.intake.as_ref().filter(|intake| intake.get_ref().0 == IntakeKind::AfXdp);
-        match (intake, &self.interface) {
+        let af_xdp_intake = self.intake.as_ref().filter(|intake| intake.get_ref().0 == IntakeKind::AfXdp);
+        match (af_xdp_intake, &self.interface) {
             (Some(intake), None) => {
                 let mistake =
                     "intake = \"af-xdp\" without `interface`: expected the interface at which requests arrive";
@@ -244,37 +244,40 @@ impl UncheckedConfig {
     }
 
     /// Returns the configurations of the groups; if the file has no group, that of one group of all services.
-    fn groups(&self, reader: &mut Reader<'_>) -> Vec<GroupConfig> {
+    fn group_configs(&self, reader: &mut Reader<'_>) -> Vec<GroupConfig> {
         if self.groups.is_empty() {
             return vec![GroupConfig { member: SchedulingParameters::new(1), ranking: self.ranking.0 }];
         }
         for (number, spanned) in self.groups.iter().enumerate() {
-            let name = &spanned.get_ref().name;
-            if self.groups[..number].iter().any(|other| other.get_ref().name == *name) {
-                reader.report(spanned.span(), format!("group {:?} is listed twice: expected each once", name.0));
+            let group_name = &spanned.get_ref().name;
+            if self.groups[..number].iter().any(|other| other.get_ref().name == *group_name) {
+                reader.report(spanned.span(), format!("group {:?} is listed twice: expected each once", group_name.0));
             }
         }
         if let Some(beyond) = self.groups.get(MAX_SERVICES) {
             reader.report(beyond.span(), format!("{} groups: expected at most {MAX_SERVICES}", self.groups.len()));
         }
-        let config = |group: &Spanned<GroupTable>| {
+        let to_group_config = |group: &Spanned<GroupTable>| {
             let GroupTable { ranking, priority, weight, deadline, rate, burst, .. } = group.get_ref();
-            let parameter = ranking_parameter(self.ranking.0, priority.0, weight.0, deadline.0);
+            let ranking_parameter = ranking_parameter(self.ranking.0, priority.0, weight.0, deadline.0);
             GroupConfig {
-                member: SchedulingParameters { parameter, limit: rate_limit(rate.as_ref(), *burst) },
+                member: SchedulingParameters {
+                    rank_parameter: ranking_parameter,
+                    limit: rate_limit(rate.as_ref(), *burst),
+                },
                 ranking: ranking.0,
             }
         };
-        self.groups.iter().map(config).collect()
+        self.groups.iter().map(to_group_config).collect()
     }
 
-    fn group_of(&self, service: &ServiceTable) -> Result<u8, String> {
+    fn group_index(&self, service: &ServiceTable) -> Result<u8, String> {
         match (&service.group, self.groups.is_empty()) {
             (None, true) => Ok(0),
             (None, false) => Err("a service without `group`: expected the name of a [[group]]".to_owned()),
             (Some(name), _) => {
-                let found = self.groups.iter().position(|group| group.get_ref().name == *name);
-                found.map(|group| group as u8).ok_or_else(|| format!("no [[group]] has the name {:?}", name.0))
+                let group_position = self.groups.iter().position(|group| group.get_ref().name == *name);
+                group_position.map(|group| group as u8).ok_or_else(|| format!("no [[group]] has the name {:?}", name.0))
             }
         }
     }
@@ -293,12 +296,12 @@ fn rate_limit(rate: Option<&Number<1, SECOND_NS>>, burst: Number<1, 65536>) -> O
 }
 
 impl ServiceTable {
-    fn member(&self, ranking: Ranking) -> SchedulingParameters {
+    fn scheduling_parameters(&self, ranking: Ranking) -> SchedulingParameters {
         let parameter = ranking_parameter(ranking, self.priority.0, self.weight.0, self.deadline.0);
-        SchedulingParameters { parameter, limit: rate_limit(self.rate.as_ref(), self.burst) }
+        SchedulingParameters { rank_parameter: parameter, limit: rate_limit(self.rate.as_ref(), self.burst) }
     }
 
-    fn address(&self, af_xdp: bool) -> Result<SocketAddrV4, String> {
+    fn listen_address(&self, af_xdp: bool) -> Result<SocketAddrV4, String> {
         match self.listen {
             SocketAddr::V4(address) if af_xdp && address.ip().is_unspecified() => {
                 Err(format!("listen {address} with intake = \"af-xdp\": expected the address to which requests go"))
@@ -308,22 +311,22 @@ impl ServiceTable {
         }
     }
 
-    fn lambda(&self) -> Result<Lambda, String> {
+    fn checked_lambda(&self) -> Result<Lambda, String> {
         Lambda::new(self.lambda).map_err(|error| error.to_string())
     }
 
-    fn parse_pattern(&self) -> Result<Option<Pattern>, String> {
+    fn parse_pattern(&self) -> Result<Option<PayloadPattern>, String> {
         let Some(pattern) = &self.pattern else { return Ok(None) };
-        let width = pattern.bytes.0 as usize;
-        let bytes = match (pattern.value, &pattern.prefix) {
-            (Some(value), None) if width < 8 && value >> (8 * width) != 0 => {
-                return Err(format!("value = {value}: expected a number of {width} bytes"));
+        let number_bytes = pattern.bytes.0 as usize;
+        let pattern_bytes = match (pattern.value, &pattern.prefix) {
+            (Some(value), None) if number_bytes < 8 && value >> (8 * number_bytes) != 0 => {
+                return Err(format!("value = {value}: expected a number of {number_bytes} bytes"));
             }
-            (Some(value), None) if pattern.little_endian => value.to_le_bytes()[..width].to_vec(),
-            (Some(value), None) => value.to_be_bytes()[8 - width..].to_vec(),
+            (Some(value), None) if pattern.little_endian => value.to_le_bytes()[..number_bytes].to_vec(),
+            (Some(value), None) => value.to_be_bytes()[8 - number_bytes..].to_vec(),
             (None, Some(prefix)) if !prefix.is_empty() => prefix.as_bytes().to_vec(),
             _ => return Err("match: expected either `value` or `prefix`".to_owned()),
         };
-        Ok(Some(Pattern { offset: pattern.offset.0 as usize, bytes }))
+        Ok(Some(PayloadPattern { offset: pattern.offset.0 as usize, bytes: pattern_bytes }))
     }
 }

@@ -20,7 +20,7 @@ use crate::report::{OrchestratorStatus, ServiceStatus, SharedStatus};
 use crate::socket::BatchSocket;
 
 /// Interval in nanoseconds of checks of the workers; a new worker is accepted after at most this time.
-const WORKER_CHECK_INTERVAL_NS: u64 = 10_000_000;
+const MAINTENANCE_INTERVAL_NS: u64 = 10_000_000;
 /// Time in nanoseconds for which the idle daemon polls before it sleeps.
 const IDLE_SPIN_NS: u64 = 20_000;
 
@@ -30,11 +30,11 @@ pub struct Daemon {
     intake: RequestIntake,
     listeners: Vec<Listener>,
     listener_of_service: Vec<usize>,
-    started: Instant,
-    sleep: Duration,
+    started_at: Instant,
+    idle_sleep: Duration,
     /// Time of the next check of the workers and the intake.
-    next_check_ns: u64,
-    unclassified: u64,
+    next_maintenance_ns: u64,
+    unclassified_datagrams: u64,
     /// Status that is shared with the metrics server; `None`: no metrics are served.
     shared_status: Option<Arc<SharedStatus>>,
 }
@@ -42,7 +42,7 @@ pub struct Daemon {
 #[derive(Debug)]
 struct Listener {
     address: SocketAddrV4,
-    socket: BatchSocket,
+    batch_socket: BatchSocket,
     classifier: Classifier,
 }
 
@@ -51,36 +51,36 @@ impl Daemon {
     /// capabilities. Fails when a socket cannot be bound or the memory cannot be created.
     pub fn start(config: &Config, intake: RequestIntake) -> anyhow::Result<Self> {
         let mut listeners = Vec::new();
-        let mut listener_of_service = vec![0; config.engine.services.len()];
+        let mut listener_of_service = vec![0; config.engine_config.services.len()];
         for (address, classifier) in &config.listeners {
-            let payload_bytes = usize::from(config.engine.payload_bytes);
+            let payload_bytes = usize::from(config.engine_config.payload_bytes);
             let socket = BatchSocket::bind(*address, payload_bytes);
-            let socket = socket.with_context(|| format!("cannot listen on {address}"))?;
+            let batch_socket = socket.with_context(|| format!("cannot listen on {address}"))?;
             classifier
                 .rules
                 .iter()
                 .for_each(|(service, _)| listener_of_service[usize::from(*service)] = listeners.len());
-            listeners.push(Listener { address: *address, socket, classifier: classifier.clone() });
+            listeners.push(Listener { address: *address, batch_socket, classifier: classifier.clone() });
         }
-        let engine = Engine::new(&config.shared_memory_path, &config.engine)?;
-        let (started, sleep) = (Instant::now(), config.idle_sleep);
-        let (next_check_ns, unclassified, shared_status) = (0, 0, None);
+        let engine = Engine::new(&config.shared_memory_path, &config.engine_config)?;
+        let (started_at, idle_sleep) = (Instant::now(), config.idle_sleep);
+        let (next_maintenance_ns, unclassified_datagrams, shared_status) = (0, 0, None);
         let mut daemon = Self {
             engine,
             intake,
             listeners,
             listener_of_service,
-            started,
-            sleep,
-            next_check_ns,
-            unclassified,
+            started_at,
+            idle_sleep,
+            next_maintenance_ns,
+            unclassified_datagrams,
             shared_status,
         };
         if config.metrics_address.is_some() {
             let shared_status = Arc::new(SharedStatus::new(daemon.status()));
             daemon.shared_status = Some(shared_status.clone());
-            let snapshot = move || shared_status.request().snapshot();
-            metrics_endpoint::serve(config.metrics_address, || (), snapshot)?;
+            let metrics_snapshot = move || shared_status.request().snapshot();
+            metrics_endpoint::serve(config.metrics_address, || (), metrics_snapshot)?;
         }
         Ok(daemon)
     }
@@ -89,19 +89,19 @@ impl Daemon {
     pub fn run(&mut self, stop: &AtomicBool) -> anyhow::Result<()> {
         // The default slack of 50 us would double the sleep.
         nix::sys::prctl::set_timerslack(1).context("cannot set the timer slack")?;
-        let mut idle_since = 0;
+        let mut idle_since_ns = 0;
         service_manager::notify_ready();
         let mut watchdog = Watchdog::default();
         while !stop.load(Relaxed) {
-            let work = self.run_once()?;
+            let work_count = self.run_once()?;
             let now = self.now_ns();
             watchdog.feed(Duration::from_nanos(now));
-            if work > 0 {
-                idle_since = now;
-            } else if now - idle_since < IDLE_SPIN_NS || self.sleep.is_zero() {
+            if work_count > 0 {
+                idle_since_ns = now;
+            } else if now - idle_since_ns < IDLE_SPIN_NS || self.idle_sleep.is_zero() {
                 std::hint::spin_loop();
             } else {
-                self.wait(now)?;
+                self.wait_for_work(now)?;
             }
         }
         service_manager::notify_stopping();
@@ -112,77 +112,79 @@ impl Daemon {
     /// that it processed. Fails when a socket fails.
     pub fn run_once(&mut self) -> anyhow::Result<usize> {
         let now = self.now_ns();
-        let received = self.receive_af_xdp(now) + self.receive(now)?;
-        let completed = self.poll(now);
+        let received_count = self.receive_by_af_xdp(now) + self.receive_by_sockets(now)?;
+        let completed_count = self.poll_cores(now);
         self.engine.check_monitors(now);
-        if now >= self.next_check_ns {
-            self.next_check_ns = now + WORKER_CHECK_INTERVAL_NS;
+        if now >= self.next_maintenance_ns {
+            self.next_maintenance_ns = now + MAINTENANCE_INTERVAL_NS;
             self.check_workers(now);
-            self.intake.check();
+            self.intake.check_device();
             if let Some(shared_report) = &self.shared_status {
                 shared_report.publish(|| self.status());
             }
         }
-        self.listeners.iter_mut().for_each(|listener| listener.socket.flush());
-        Ok(received + completed)
+        self.listeners.iter_mut().for_each(|listener| listener.batch_socket.flush());
+        Ok(received_count + completed_count)
     }
 
     fn now_ns(&self) -> u64 {
-        self.started.elapsed().as_nanos() as u64
+        self.started_at.elapsed().as_nanos() as u64
     }
 
     /// Submits a batch of requests that arrived by AF_XDP to the engine. Returns the number of requests.
-    fn receive_af_xdp(&mut self, now: u64) -> usize {
-        let Self { engine, intake, listeners, unclassified, .. } = self;
+    fn receive_by_af_xdp(&mut self, now: u64) -> usize {
+        let Self { engine, intake, listeners, unclassified_datagrams: unclassified, .. } = self;
         intake.receive(&mut |datagram| {
             let listener = listeners.iter().find(|listener| listener.address == datagram.destination);
             match listener.and_then(|listener| listener.classifier.classify_request(datagram.payload)) {
-                Some(service) => engine.submit(now, service, datagram.source, datagram.payload),
+                Some(service) => engine.submit_request(now, service, datagram.source, datagram.payload),
                 None => *unclassified += 1,
             }
         })
     }
 
     /// Submits a batch of requests from each socket to the engine. Returns the number of requests.
-    fn receive(&mut self, now: u64) -> anyhow::Result<usize> {
-        let Self { engine, listeners, unclassified, .. } = self;
-        let mut received = 0;
-        for Listener { address, socket, classifier } in listeners {
-            let mut accept = |client, payload: &[u8]| match classifier.classify_request(payload) {
-                Some(service) => engine.submit(now, service, client, payload),
+    fn receive_by_sockets(&mut self, now: u64) -> anyhow::Result<usize> {
+        let Self { engine, listeners, unclassified_datagrams: unclassified, .. } = self;
+        let mut received_count = 0;
+        for Listener { address, batch_socket: socket, classifier } in listeners {
+            let mut submit_request = |client, payload: &[u8]| match classifier.classify_request(payload) {
+                Some(service) => engine.submit_request(now, service, client, payload),
                 None => *unclassified += 1,
             };
-            received += socket.receive(&mut accept).with_context(|| format!("{address}: cannot receive"))?;
+            received_count +=
+                socket.receive(&mut submit_request).with_context(|| format!("{address}: cannot receive"))?;
         }
-        Ok(received)
+        Ok(received_count)
     }
 
-    fn poll(&mut self, now: u64) -> usize {
+    fn poll_cores(&mut self, now: u64) -> usize {
         let Self { engine, listeners, listener_of_service, .. } = self;
         engine.poll(now, &mut |service, client, response| {
-            listeners[listener_of_service[usize::from(service)]].socket.send(client, response);
+            listeners[listener_of_service[usize::from(service)]].batch_socket.send(client, response);
         })
     }
 
     fn check_workers(&mut self, now: u64) {
         let Self { engine, listeners, listener_of_service, .. } = self;
         engine.check_workers(now, &mut |service, client, response| {
-            listeners[listener_of_service[usize::from(service)]].socket.send(client, response);
+            listeners[listener_of_service[usize::from(service)]].batch_socket.send(client, response);
         });
     }
 
     /// Sleeps until a request arrives or something is due. Workers' responses do not end the sleep, so it is short
     /// while cores have requests.
-    fn wait(&self, now: u64) -> anyhow::Result<()> {
-        let timer = self.engine.next_timer_ns(now).unwrap_or(u64::MAX).min(self.next_check_ns);
-        let mut timeout = Duration::from_nanos(timer.saturating_sub(now));
+    fn wait_for_work(&self, now: u64) -> anyhow::Result<()> {
+        let next_timer_ns = self.engine.next_timer_ns(now).unwrap_or(u64::MAX).min(self.next_maintenance_ns);
+        let mut timeout = Duration::from_nanos(next_timer_ns.saturating_sub(now));
         if self.engine.has_outstanding_requests() {
-            timeout = timeout.min(self.sleep);
+            timeout = timeout.min(self.idle_sleep);
         }
-        let listeners = self.listeners.iter().map(|listener| listener.socket.as_fd());
-        let sockets = listeners.chain(self.intake.sockets());
-        let mut sockets: Vec<PollFd<'_>> = sockets.map(|socket| PollFd::new(socket, PollFlags::POLLIN)).collect();
-        match ppoll(&mut sockets, Some(TimeSpec::from_duration(timeout)), None) {
+        let listener_sockets = self.listeners.iter().map(|listener| listener.batch_socket.as_fd());
+        let polled_sockets = listener_sockets.chain(self.intake.sockets());
+        let mut polled_sockets: Vec<PollFd<'_>> =
+            polled_sockets.map(|socket| PollFd::new(socket, PollFlags::POLLIN)).collect();
+        match ppoll(&mut polled_sockets, Some(TimeSpec::from_duration(timeout)), None) {
             Ok(_) | Err(nix::errno::Errno::EINTR) => Ok(()),
             Err(error) => Err(error).context("cannot wait for requests"),
         }
@@ -194,21 +196,24 @@ impl Daemon {
 
     /// Returns the current counters and gauges.
     pub fn status(&self) -> OrchestratorStatus {
-        let balancer = self.engine.dispatch_policy();
-        let cores = 0..balancer.ranks().core_count();
-        let service = |(service, counters): (u8, &ServiceCounters)| ServiceStatus {
-            listen: self.listeners[self.listener_of_service[usize::from(service)]].address,
+        let dispatch_policy = self.engine.dispatch_policy();
+        let all_cores = 0..dispatch_policy.ranks().core_count();
+        let service_status = |(service, counters): (u8, &ServiceCounters)| ServiceStatus {
+            listen_address: self.listeners[self.listener_of_service[usize::from(service)]].address,
             counters: *counters,
-            waiting: balancer.waiting_count(service),
-            outstanding: cores.clone().map(|core| u64::from(balancer.ranks().outstanding(service, core))).sum(),
+            waiting_requests: dispatch_policy.waiting_count(service),
+            outstanding_requests: all_cores
+                .clone()
+                .map(|core| u64::from(dispatch_policy.ranks().outstanding_count(service, core)))
+                .sum(),
         };
         OrchestratorStatus {
-            services: (0..).zip(&self.engine.service_counters()).map(service).collect(),
+            services: (0..).zip(&self.engine.service_counters()).map(service_status).collect(),
             cores: *self.engine.core_counters(),
-            workers: self.engine.attached_workers(),
-            intake: self.intake.status(),
-            unclassified: self.unclassified,
-            unsent: self.listeners.iter().map(|listener| listener.socket.unsent()).sum(),
+            attached_workers: self.engine.attached_worker_count(),
+            intake_status: self.intake.status(),
+            unclassified_datagrams: self.unclassified_datagrams,
+            unsent_responses: self.listeners.iter().map(|listener| listener.batch_socket.unsent_count()).sum(),
         }
     }
 }

@@ -6,8 +6,8 @@ use std::path::Path;
 use std::time::Duration;
 
 use coreward_model::dispatch::{
-    FeoConfig, FeoConfigError, JoinBoundedShortestRankedQueue, Lambda, LoadMonitor, RankArrays, RankRule,
-    RankedService, ReleasedRequest, StallDetector,
+    FirstEligibleOutConfig, FirstEligibleOutConfigError, JoinBoundedShortestRankedQueue, Lambda, LoadMonitor,
+    RankArrays, RankRule, RankedService, ReleasedRequest, StallDetector,
 };
 use coreward_runtime::core_queues::{CoreQueues, RequestHeader};
 use coreward_runtime::layout::Geometry;
@@ -17,7 +17,7 @@ use coreward_runtime::{RuntimeError, ServiceEntry};
 use crate::buffers::BufferPool;
 
 /// Maximum number of responses, and of messages, of one core in a batch.
-const BATCH: usize = 64;
+const MAX_BATCH_LENGTH: usize = 64;
 
 #[derive(Debug, Clone)]
 pub struct EngineConfig {
@@ -30,7 +30,7 @@ pub struct EngineConfig {
     /// Configurations of the services, in the order of `scheduler.queues`.
     pub services: Vec<ServiceConfig>,
     /// Order in which waiting requests are sent to cores. Its capacity is the number of buffers.
-    pub scheduler: FeoConfig,
+    pub scheduler: FirstEligibleOutConfig,
     /// Maximum payload of a request or response in bytes.
     pub payload_bytes: u16,
     /// Time without a completion after which a worker with requests gets no further requests until it completes one.
@@ -40,7 +40,7 @@ pub struct EngineConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServiceConfig {
     /// Address and priority of the service, which its workers must register.
-    pub entry: ServiceEntry,
+    pub service_entry: ServiceEntry,
     pub lambda: Lambda,
 }
 
@@ -52,7 +52,7 @@ pub enum EngineError {
     Runtime(#[from] RuntimeError),
     /// The configuration of the scheduler is invalid.
     #[error(transparent)]
-    Scheduler(#[from] FeoConfigError),
+    Scheduler(#[from] FirstEligibleOutConfigError),
 }
 
 /// Numbers of requests of one service: received = dropped + rejected + waiting + outstanding + completed + lost.
@@ -71,18 +71,18 @@ pub struct ServiceCounters {
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct CoreCounters {
-    pub workers: u64,
+    pub accepted_workers: u64,
     /// Workers that have ended, with or without unfinished requests.
     pub ended: u64,
     /// Stalls, at which a worker lost its eligibility because it completed no request.
-    pub stalls: u64,
+    pub worker_stalls: u64,
     /// Load hints that were sent to workers.
-    pub hints: u64,
+    pub sent_hints: u64,
     /// Messages of an unknown kind, or about services or cores that do not exist.
     pub bad_messages: u64,
     /// Services that a worker enabled on a core whose own worker had ended, because both can happen at the same time.
     pub enabled_without_worker: u64,
-    pub bad_feedback: u64,
+    pub rejected_feedback: u64,
     /// Queues of cores that had impossible cursors.
     pub damaged_queues: u64,
 }
@@ -93,67 +93,69 @@ pub struct Engine {
     dispatch_policy: JoinBoundedShortestRankedQueue<u32>,
     queues: CoreQueues,
     buffers: BufferPool,
-    services: Vec<Service>,
-    cores: Vec<Core>,
+    services: Vec<ServiceState>,
+    cores: Vec<CoreState>,
     counters: CoreCounters,
     payload_bytes: usize,
     stall_after: Duration,
 }
 
 #[derive(Debug)]
-struct Service {
+struct ServiceState {
     priority: u8,
-    monitor: LoadMonitor,
+    load_monitor: LoadMonitor,
     /// Core whose worker has not yet acted on the last hint; `None`: no hint is in flight.
     hinted_core: Option<u16>,
     counters: ServiceCounters,
 }
 
 #[derive(Debug)]
-struct Core {
+struct CoreState {
     has_worker: bool,
     is_stalled: bool,
     /// Bit mask of the services that the worker has enabled, kept while the worker is stalled.
     enabled_services: u64,
     completed_count: u64,
-    liveness: StallDetector,
+    stall_detector: StallDetector,
 }
 
 impl Engine {
     /// Creates the shared memory at `path`. No service is enabled on any core. Fails when the configuration is out of
     /// range or the memory cannot be created.
     pub fn new(path: &Path, config: &EngineConfig) -> Result<Self, EngineError> {
-        let ranked =
-            |service: &ServiceConfig| RankedService { priority: service.entry.priority, lambda: service.lambda };
-        let ranked: Vec<_> = config.services.iter().map(ranked).collect();
-        let ranks = RankArrays::new(config.core_count, &ranked, config.rank_rule, config.rank_bound);
-        let mut dispatch_policy = JoinBoundedShortestRankedQueue::with_ranks(ranks, &config.scheduler)?;
+        let to_ranked_service = |service: &ServiceConfig| RankedService {
+            priority: service.service_entry.priority,
+            lambda: service.lambda,
+        };
+        let ranked_services: Vec<_> = config.services.iter().map(to_ranked_service).collect();
+        let rank_arrays = RankArrays::new(config.core_count, &ranked_services, config.rank_rule, config.rank_bound);
+        let mut dispatch_policy = JoinBoundedShortestRankedQueue::with_ranks(rank_arrays, &config.scheduler)?;
         for service in 0..config.services.len() as u8 {
             (0..config.core_count).for_each(|core| dispatch_policy.set_enabled(service, core, false));
         }
-        let entries: Vec<_> = config.services.iter().map(|service| service.entry).collect();
-        let queues = CoreQueues::create(path, config.geometry(), &entries)?;
+        let service_entries: Vec<_> = config.services.iter().map(|service| service.service_entry).collect();
+        let core_queues = CoreQueues::create(path, config.geometry(), &service_entries)?;
         let payload_bytes = usize::from(config.payload_bytes);
-        let services = entries.iter().map(|entry| Service {
+        let services = service_entries.iter().map(|entry| ServiceState {
             priority: entry.priority,
-            monitor: LoadMonitor::default(),
+            load_monitor: LoadMonitor::default(),
             hinted_core: None,
             counters: ServiceCounters::default(),
         });
-        let core = || Core {
+        let new_core_state = || CoreState {
             has_worker: false,
             is_stalled: false,
             enabled_services: 0,
             completed_count: 0,
-            liveness: StallDetector::new(Duration::ZERO, 0),
+            stall_detector: StallDetector::new(Duration::ZERO, 0),
         };
         Ok(Self {
             dispatch_policy,
-            queues,
+            queues: core_queues,
             // Plus one: a request enters the full buffer before another one is dropped.
             buffers: BufferPool::new(config.scheduler.capacity + 1, payload_bytes),
             services: services.collect(),
-            cores: (0..config.core_count).map(|_| core()).collect(),
+            cores: (0..config.core_count).map(|_| new_core_state()).collect(),
             counters: CoreCounters::default(),
             payload_bytes,
             stall_after: config.stall_after,
@@ -162,7 +164,7 @@ impl Engine {
 
     /// Submits a request, which is sent to a core, queued or dropped.
     #[inline]
-    pub fn submit(&mut self, now: u64, service: u8, client: SocketAddrV4, payload: &[u8]) {
+    pub fn submit_request(&mut self, now: u64, service: u8, client: SocketAddrV4, payload: &[u8]) {
         let counters = &mut self.services[usize::from(service)].counters;
         counters.received += 1;
         if payload.len() > self.payload_bytes {
@@ -170,13 +172,13 @@ impl Engine {
             return;
         }
         let handle = self.buffers.store(client, now, payload);
-        let submitted = self.dispatch_policy.submit(now, service, handle);
-        if let Some((service, handle)) = submitted.dropped {
+        let submit_outcome = self.dispatch_policy.submit(now, service, handle);
+        if let Some((service, handle)) = submit_outcome.dropped_request {
             self.services[usize::from(service)].counters.dropped += 1;
             self.buffers.release(handle);
         }
-        if let Some((release, handle)) = submitted.sent {
-            self.send(release, handle);
+        if let Some((release, handle)) = submit_outcome.sent {
+            self.send_to_core(release, handle);
         }
     }
 
@@ -184,18 +186,18 @@ impl Engine {
     #[inline]
     pub fn dispatch_waiting(&mut self, now: u64) {
         while let Some((release, handle)) = self.dispatch_policy.next(now) {
-            self.send(release, handle);
+            self.send_to_core(release, handle);
         }
     }
 
     #[inline]
-    fn send(&mut self, ReleasedRequest { service, core }: ReleasedRequest, handle: u32) {
+    fn send_to_core(&mut self, ReleasedRequest { service, core }: ReleasedRequest, handle: u32) {
         let buffer = self.buffers.get(handle);
         let header = RequestHeader { client: buffer.client, service, arrived_ns: buffer.arrived_ns };
         let priority = self.services[usize::from(service)].priority;
-        let sent = self.queues.send(core, priority, &header, buffer.payload());
+        let send_result = self.queues.send(core, priority, &header, buffer.payload());
         self.buffers.release(handle);
-        if let Err(error) = sent {
+        if let Err(error) = send_result {
             tracing::warn!(
                 event = "request-rejected",
                 core,
@@ -213,17 +215,17 @@ impl Engine {
     /// Receives responses and messages of all cores, accepts new workers, and sends waiting requests. Passes each
     /// response, with its service, to `answer`. Returns the number of responses and messages.
     pub fn poll(&mut self, now: u64, answer: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) -> usize {
-        let mut received = 0;
+        let mut received_count = 0;
         for core in 0..self.cores.len() as u16 {
             if self.queues.has_new_worker(core) {
                 self.replace_worker(now, core, answer);
             }
             if self.cores[usize::from(core)].has_worker {
-                received += self.poll_core(now, core, answer);
+                received_count += self.poll_core(now, core, answer);
             }
         }
         self.dispatch_waiting(now);
-        received
+        received_count
     }
 
     #[inline]
@@ -234,9 +236,9 @@ impl Engine {
     #[inline]
     fn receive_responses(&mut self, core: u16, answer: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) -> usize {
         let Self { queues, dispatch_policy, services, cores, counters, .. } = self;
-        let mut accounts = EngineState { dispatch_policy, services, cores, counters };
-        queues.receive_responses(core, BATCH, |header, payload| {
-            if accounts.complete(header.service, core, header.completed_count)
+        let mut engine_state = EngineState { dispatch_policy, services, cores, counters };
+        queues.receive_responses(core, MAX_BATCH_LENGTH, |header, payload| {
+            if engine_state.record_completions(header.service, core, header.completed_count)
                 && let Some(payload) = payload
             {
                 answer(header.service, header.client, payload);
@@ -247,8 +249,8 @@ impl Engine {
     #[inline]
     fn receive_messages(&mut self, now: u64, core: u16) -> usize {
         let Self { queues, dispatch_policy, services, cores, counters, .. } = self;
-        let mut accounts = EngineState { dispatch_policy, services, cores, counters };
-        queues.receive_messages(core, BATCH, |message| accounts.apply_message(now, message))
+        let mut engine_state = EngineState { dispatch_policy, services, cores, counters };
+        queues.receive_messages(core, MAX_BATCH_LENGTH, |message| engine_state.apply_worker_message(now, message))
     }
 
     /// Accepts a new worker. Requests that the previous worker of the core has not completed are lost.
@@ -257,10 +259,10 @@ impl Engine {
             self.end_worker(now, core, answer);
         }
         self.queues.accept_worker(core);
-        self.counters.workers += 1;
-        let entry = &mut self.cores[usize::from(core)];
-        entry.has_worker = true;
-        entry.liveness = StallDetector::new(Duration::from_nanos(now), entry.completed_count);
+        self.counters.accepted_workers += 1;
+        let core_state = &mut self.cores[usize::from(core)];
+        core_state.has_worker = true;
+        core_state.stall_detector = StallDetector::new(Duration::from_nanos(now), core_state.completed_count);
         tracing::info!(
             event = "worker-attached",
             core,
@@ -275,7 +277,7 @@ impl Engine {
                 continue;
             }
             if self.queues.has_worker(core) {
-                self.check_progress(now, core);
+                self.check_worker_progress(now, core);
             } else {
                 self.end_worker(now, core, answer);
             }
@@ -283,18 +285,19 @@ impl Engine {
         self.dispatch_waiting(now);
     }
 
-    fn check_progress(&mut self, now: u64, core: u16) {
+    fn check_worker_progress(&mut self, now: u64, core: u16) {
         let outstanding = self.dispatch_policy.ranks().core_request_count(core) as usize;
-        let entry = &mut self.cores[usize::from(core)];
+        let core_state = &mut self.cores[usize::from(core)];
         let now = Duration::from_nanos(now);
-        let is_stalled = entry.liveness.is_stalled(now, entry.completed_count, outstanding, self.stall_after);
-        if is_stalled == entry.is_stalled {
+        let is_stalled =
+            core_state.stall_detector.is_stalled(now, core_state.completed_count, outstanding, self.stall_after);
+        if is_stalled == core_state.is_stalled {
             return;
         }
-        entry.is_stalled = is_stalled;
-        self.counters.stalls += u64::from(is_stalled);
-        let enabled = entry.enabled_services;
-        for service in (0..self.services.len() as u8).filter(|service| enabled >> service & 1 == 1) {
+        core_state.is_stalled = is_stalled;
+        self.counters.worker_stalls += u64::from(is_stalled);
+        let enabled_services = core_state.enabled_services;
+        for service in (0..self.services.len() as u8).filter(|service| enabled_services >> service & 1 == 1) {
             self.dispatch_policy.set_enabled(service, core, !is_stalled);
         }
         match is_stalled {
@@ -323,22 +326,22 @@ impl Engine {
 
     /// Counts the requests at a core without a worker as lost, and disables all services on the core.
     fn release_core(&mut self, core: u16) {
-        self.queues.release(core);
+        self.queues.release_core(core);
         self.counters.ended += 1;
         let mut lost = 0;
         for service in 0..self.services.len() as u8 {
             self.dispatch_policy.set_enabled(service, core, false);
-            let outstanding = self.dispatch_policy.ranks().outstanding(service, core);
-            self.dispatch_policy.record_feedback(service, core, outstanding).expect("so many are outstanding");
-            let entry = &mut self.services[usize::from(service)];
-            entry.counters.lost += u64::from(outstanding);
-            lost += outstanding;
-            if entry.hinted_core == Some(core) {
-                entry.rearm();
+            let outstanding_count = self.dispatch_policy.ranks().outstanding_count(service, core);
+            self.dispatch_policy.record_feedback(service, core, outstanding_count).expect("so many are outstanding");
+            let service_state = &mut self.services[usize::from(service)];
+            service_state.counters.lost += u64::from(outstanding_count);
+            lost += outstanding_count;
+            if service_state.hinted_core == Some(core) {
+                service_state.rearm_monitor();
             }
         }
-        let entry = &mut self.cores[usize::from(core)];
-        (entry.has_worker, entry.is_stalled, entry.enabled_services) = (false, false, 0);
+        let core_state = &mut self.cores[usize::from(core)];
+        (core_state.has_worker, core_state.is_stalled, core_state.enabled_services) = (false, false, 0);
         tracing::info!(
             event = "worker-ended",
             core,
@@ -350,34 +353,37 @@ impl Engine {
     /// Performs the due checks of the load monitors, and sends the hints that result.
     pub fn check_monitors(&mut self, now: u64) {
         for service in 0..self.services.len() as u8 {
-            let entry = &mut self.services[usize::from(service)];
-            if entry.monitor.next_check().is_none_or(|due| now < due) {
+            let service_state = &mut self.services[usize::from(service)];
+            if service_state.load_monitor.next_check_time().is_none_or(|due| now < due) {
                 continue;
             }
-            let (oldest, peak) =
-                (self.dispatch_policy.queue().oldest_arrival(service), self.dispatch_policy.take_waiting_peak(service));
-            let Some(hint) = entry.monitor.check(now, oldest, peak) else { continue };
-            let waits = |service: &u8| self.dispatch_policy.waiting_count(*service) > 0;
-            let waiting_services =
-                (0..self.services.len() as u8).filter(waits).fold(0, |mask, service| mask | 1 << service);
-            let core = self.dispatch_policy.ranks().least_loaded(service);
+            let (oldest, peak) = (
+                self.dispatch_policy.scheduler().oldest_arrival_time(service),
+                self.dispatch_policy.take_waiting_peak(service),
+            );
+            let Some(hint) = service_state.load_monitor.check(now, oldest, peak) else { continue };
+            let has_waiting_requests = |service: &u8| self.dispatch_policy.waiting_count(*service) > 0;
+            let waiting_services = (0..self.services.len() as u8)
+                .filter(has_waiting_requests)
+                .fold(0, |mask, service| mask | 1 << service);
+            let least_loaded_core = self.dispatch_policy.ranks().least_loaded_core(service);
             let message = HintMessage { service, hint, waiting_services };
-            let sent = core.filter(|core| self.queues.send_hint(*core, message).is_ok());
-            let entry = &mut self.services[usize::from(service)];
-            entry.hinted_core = sent;
-            match sent {
-                Some(_) => self.counters.hints += 1,
-                None => entry.rearm(),
+            let hinted_core = least_loaded_core.filter(|core| self.queues.send_hint(*core, message).is_ok());
+            let service_state = &mut self.services[usize::from(service)];
+            service_state.hinted_core = hinted_core;
+            match hinted_core {
+                Some(_) => self.counters.sent_hints += 1,
+                None => service_state.rearm_monitor(),
             }
         }
     }
 
     /// Returns the time at which the next load monitor is due or the next rate limit ends, if there is any.
     pub fn next_timer_ns(&self, now: u64) -> Option<u64> {
-        let checks = self.services.iter().filter_map(|service| service.monitor.next_check());
+        let monitor_checks = self.services.iter().filter_map(|service| service.load_monitor.next_check_time());
         // If the time has passed, requests wait for a core and not for the limit.
-        let limit_ends = self.dispatch_policy.queue().next_token_time().filter(|allowed| *allowed > now);
-        checks.chain(limit_ends).min()
+        let rate_limit_ends = self.dispatch_policy.scheduler().next_token_time().filter(|allowed| *allowed > now);
+        monitor_checks.chain(rate_limit_ends).min()
     }
 
     /// Returns whether any core has requests.
@@ -394,7 +400,7 @@ impl Engine {
         self.services.iter().map(|service| service.counters).collect()
     }
 
-    pub fn attached_workers(&self) -> usize {
+    pub fn attached_worker_count(&self) -> usize {
         self.cores.iter().filter(|core| core.has_worker).count()
     }
 
@@ -405,44 +411,44 @@ impl Engine {
 
 impl EngineConfig {
     fn geometry(&self) -> Geometry {
-        let per_queue = match self.rank_rule {
+        let queues_per_core = match self.rank_rule {
             RankRule::Ranked | RankRule::Global => 1,
             RankRule::PerService => self.services.len().max(1),
         };
-        let priority_count = self.services.iter().map(|service| service.entry.priority + 1).max().unwrap_or(1);
-        let slots = (u32::from(self.rank_bound.get()) * per_queue as u32).next_power_of_two();
+        let priority_count = self.services.iter().map(|service| service.service_entry.priority + 1).max().unwrap_or(1);
+        let slots_per_queue = (u32::from(self.rank_bound.get()) * queues_per_core as u32).next_power_of_two();
         Geometry {
             core_count: self.core_count,
             priority_count,
-            slots,
-            slot_bytes: Geometry::slot_bytes(self.payload_bytes),
+            slots_per_queue,
+            slot_bytes: Geometry::slot_bytes_for(self.payload_bytes),
         }
     }
 }
 
-impl Service {
-    fn rearm(&mut self) {
+impl ServiceState {
+    fn rearm_monitor(&mut self) {
         self.hinted_core = None;
-        self.monitor.rearm();
+        self.load_monitor.rearm();
     }
 }
 
 struct EngineState<'e> {
     dispatch_policy: &'e mut JoinBoundedShortestRankedQueue<u32>,
-    services: &'e mut [Service],
-    cores: &'e mut [Core],
+    services: &'e mut [ServiceState],
+    cores: &'e mut [CoreState],
     counters: &'e mut CoreCounters,
 }
 
 impl EngineState<'_> {
     #[inline]
-    fn complete(&mut self, service: u8, core: u16, count: u32) -> bool {
+    fn record_completions(&mut self, service: u8, core: u16, count: u32) -> bool {
         let Some(entry) = self.services.get_mut(usize::from(service)) else {
             self.counters.bad_messages += 1;
             return false;
         };
         if let Err(error) = self.dispatch_policy.record_feedback(service, core, count) {
-            if self.counters.bad_feedback == 0 {
+            if self.counters.rejected_feedback == 0 {
                 tracing::warn!(
                     event = "feedback-rejected",
                     core,
@@ -453,7 +459,7 @@ impl EngineState<'_> {
                      line"
                 );
             }
-            self.counters.bad_feedback += 1;
+            self.counters.rejected_feedback += 1;
             return false;
         }
         entry.counters.completed += u64::from(count);
@@ -462,40 +468,40 @@ impl EngineState<'_> {
     }
 
     #[inline]
-    fn apply_message(&mut self, now: u64, message: Option<Message>) {
+    fn apply_worker_message(&mut self, now: u64, message: Option<Message>) {
         let (services, cores) = (self.services.len(), self.cores.len());
-        let exists = |service: u8, core: u16| usize::from(service) < services && usize::from(core) < cores;
+        let is_valid = |service: u8, core: u16| usize::from(service) < services && usize::from(core) < cores;
         match message {
-            Some(Message::LoadFeedback { service, core, count }) if exists(service, core) => {
-                self.complete(service, core, count);
+            Some(Message::LoadFeedback { service, core, count }) if is_valid(service, core) => {
+                self.record_completions(service, core, count);
             }
-            Some(Message::EnableService { service, core }) if exists(service, core) => {
-                self.set_enabled(service, core, true);
+            Some(Message::EnableService { service, core }) if is_valid(service, core) => {
+                self.set_service_enabled(service, core, true);
             }
-            Some(Message::DisableService { service, core }) if exists(service, core) => {
-                self.set_enabled(service, core, false);
+            Some(Message::DisableService { service, core }) if is_valid(service, core) => {
+                self.set_service_enabled(service, core, false);
             }
-            Some(Message::EnableLoadMonitor { service, trigger }) if exists(service, 0) => {
-                let monitor = &mut self.services[usize::from(service)].monitor;
+            Some(Message::EnableLoadMonitor { service, trigger }) if is_valid(service, 0) => {
+                let load_monitor = &mut self.services[usize::from(service)].load_monitor;
                 match trigger {
-                    HintTrigger::ScaleUp(condition) => monitor.enable_scale_up(now, condition),
-                    HintTrigger::ScaleDown(condition) => monitor.enable_scale_down(now, condition),
+                    HintTrigger::ScaleUp(condition) => load_monitor.enable_scale_up(now, condition),
+                    HintTrigger::ScaleDown(condition) => load_monitor.enable_scale_down(now, condition),
                 }
             }
-            Some(Message::RearmLoadMonitor { service }) if exists(service, 0) => {
-                self.services[usize::from(service)].rearm();
+            Some(Message::RearmLoadMonitor { service }) if is_valid(service, 0) => {
+                self.services[usize::from(service)].rearm_monitor();
             }
             _ => self.counters.bad_messages += 1,
         }
     }
 
-    fn set_enabled(&mut self, service: u8, core: u16, is_enabled: bool) {
-        let entry = &mut self.cores[usize::from(core)];
-        if is_enabled && !entry.has_worker {
+    fn set_service_enabled(&mut self, service: u8, core: u16, is_enabled: bool) {
+        let core_state = &mut self.cores[usize::from(core)];
+        if is_enabled && !core_state.has_worker {
             self.counters.enabled_without_worker += 1;
             return;
         }
-        entry.enabled_services = entry.enabled_services & !(1 << service) | u64::from(is_enabled) << service;
-        self.dispatch_policy.set_enabled(service, core, is_enabled && !entry.is_stalled);
+        core_state.enabled_services = core_state.enabled_services & !(1 << service) | u64::from(is_enabled) << service;
+        self.dispatch_policy.set_enabled(service, core, is_enabled && !core_state.is_stalled);
     }
 }

@@ -4,71 +4,71 @@ use std::net::SocketAddrV4;
 use std::os::fd::BorrowedFd;
 
 use coreward_dataplane::intake::queue::CopyMode;
-use coreward_dataplane::intake::{Datagram, Intake};
+use coreward_dataplane::intake::{Datagram, DatagramIntake};
 
 use crate::config::Config;
 
 /// Intake of requests by AF_XDP, if AF_XDP is configured and available.
 #[derive(Debug, Default)]
 pub struct RequestIntake {
-    af_xdp: Option<Intake>,
+    af_xdp_intake: Option<DatagramIntake>,
     /// Reason why AF_XDP is configured but not in use.
     fallback_reason: Option<String>,
     /// Counters of an AF_XDP intake that has ended.
-    final_counters: Counters,
+    final_counters: DatagramCounters,
 }
 
-type Counters = Vec<(&'static str, u64)>;
+type DatagramCounters = Vec<(&'static str, u64)>;
 
 /// Status of the intake for reports.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct IntakeStatus {
     /// Name of the mode: `socket`, `socket-fallback`, `af-xdp` or `af-xdp-zero-copy`.
-    pub mode: &'static str,
+    pub mode_name: &'static str,
     pub fallback_reason: Option<String>,
     /// Numbers of datagrams by outcome; empty without AF_XDP.
-    pub datagrams: Counters,
+    pub datagram_counters: DatagramCounters,
 }
 
 impl RequestIntake {
     /// Opens the AF_XDP sockets if AF_XDP is configured. If that fails, for example without the capabilities NET_RAW,
     /// NET_ADMIN and BPF, falls back to the UDP sockets.
     pub fn open(config: &Config) -> Self {
-        let mut intake = Self::default();
-        let Some(interface) = &config.af_xdp_interface else { return intake };
-        let listeners: Vec<SocketAddrV4> = config.listeners.iter().map(|(address, _)| *address).collect();
-        match Intake::open(interface, &listeners) {
+        let mut request_intake = Self::default();
+        let Some(interface) = &config.af_xdp_interface else { return request_intake };
+        let listen_addresses: Vec<SocketAddrV4> = config.listeners.iter().map(|(address, _)| *address).collect();
+        match DatagramIntake::open(interface, &listen_addresses) {
             Ok(opened) => {
-                intake.af_xdp = Some(opened);
+                request_intake.af_xdp_intake = Some(opened);
                 tracing::info!(
                     event = "intake-opened",
                     interface,
-                    mode = intake.mode(),
+                    mode = request_intake.mode_name(),
                     "the orchestrator receives requests by AF_XDP"
                 );
             }
-            Err(error) => intake.fall_back(format!("{error:#}")),
+            Err(error) => request_intake.fall_back_to_sockets(format!("{error:#}")),
         }
-        intake
+        request_intake
     }
 
-    fn fall_back(&mut self, reason: String) {
+    fn fall_back_to_sockets(&mut self, reason: String) {
         tracing::warn!(
             event = "intake-fallback",
             reason,
             "the orchestrator cannot use AF_XDP and receives requests by UDP sockets"
         );
-        self.final_counters = self.counters();
-        self.af_xdp = None;
+        self.final_counters = self.datagram_counters();
+        self.af_xdp_intake = None;
         self.fallback_reason = Some(reason);
     }
 
     /// Passes a batch of requests from each receive queue to `accept`. Returns the number of requests.
     pub fn receive(&mut self, accept: &mut impl FnMut(Datagram<'_>)) -> usize {
-        match self.af_xdp.as_mut().map(|intake| intake.receive(accept)) {
+        match self.af_xdp_intake.as_mut().map(|intake| intake.receive(accept)) {
             Some(Ok(received)) => received,
             Some(Err(error)) => {
-                self.fall_back(format!("cannot receive: {error}"));
+                self.fall_back_to_sockets(format!("cannot receive: {error}"));
                 0
             }
             None => 0,
@@ -76,23 +76,27 @@ impl RequestIntake {
     }
 
     /// Falls back to the UDP sockets if the device does not exist any more. Must be called every few milliseconds.
-    pub fn check(&mut self) {
-        if let Some(Err(error)) = self.af_xdp.as_ref().map(Intake::check) {
-            self.fall_back(format!("the device is gone: {error}"));
+    pub fn check_device(&mut self) {
+        if let Some(Err(error)) = self.af_xdp_intake.as_ref().map(DatagramIntake::check_sockets) {
+            self.fall_back_to_sockets(format!("the device is gone: {error}"));
         }
     }
 
     /// Returns the AF_XDP sockets, to wait for requests on them.
     pub fn sockets(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        self.af_xdp.iter().flat_map(Intake::sockets)
+        self.af_xdp_intake.iter().flat_map(DatagramIntake::sockets)
     }
 
     pub fn status(&self) -> IntakeStatus {
-        IntakeStatus { mode: self.mode(), fallback_reason: self.fallback_reason.clone(), datagrams: self.counters() }
+        IntakeStatus {
+            mode_name: self.mode_name(),
+            fallback_reason: self.fallback_reason.clone(),
+            datagram_counters: self.datagram_counters(),
+        }
     }
 
-    fn mode(&self) -> &'static str {
-        match &self.af_xdp {
+    fn mode_name(&self) -> &'static str {
+        match &self.af_xdp_intake {
             Some(intake) if intake.copy_mode() == CopyMode::ZeroCopy => "af-xdp-zero-copy",
             Some(_) => "af-xdp",
             None if self.fallback_reason.is_some() => "socket-fallback",
@@ -100,15 +104,15 @@ impl RequestIntake {
         }
     }
 
-    fn counters(&self) -> Counters {
-        let Some(intake) = &self.af_xdp else { return self.final_counters.clone() };
+    fn datagram_counters(&self) -> DatagramCounters {
+        let Some(intake) = &self.af_xdp_intake else { return self.final_counters.clone() };
         intake.counters().unwrap_or_else(|error| {
             tracing::warn!(
                 event = "intake-counters-unread",
                 error = format!("{error:#}"),
                 "the orchestrator cannot read the counters of AF_XDP: its report omits them"
             );
-            Counters::new()
+            DatagramCounters::new()
         })
     }
 }

@@ -49,41 +49,41 @@ metrics! {
 pub struct OrchestratorStatus {
     pub services: Vec<ServiceStatus>,
     pub cores: CoreCounters,
-    pub workers: usize,
-    pub intake: IntakeStatus,
+    pub attached_workers: usize,
+    pub intake_status: IntakeStatus,
     /// Number of datagrams that match no service.
-    pub unclassified: u64,
+    pub unclassified_datagrams: u64,
     /// Number of responses that a socket did not accept.
-    pub unsent: u64,
+    pub unsent_responses: u64,
 }
 
 /// Counters and gauges of a service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServiceStatus {
-    pub listen: SocketAddrV4,
+    pub listen_address: SocketAddrV4,
     pub counters: ServiceCounters,
     /// Number of requests that no core can take yet.
-    pub waiting: u64,
-    pub outstanding: u64,
+    pub waiting_requests: u64,
+    pub outstanding_requests: u64,
 }
 
 impl ServiceStatus {
-    fn requests(&self) -> [(&'static str, u64); 5] {
+    fn requests_by_state(&self) -> [(&'static str, u64); 5] {
         let ServiceCounters { received, dropped, rejected, completed, lost } = self.counters;
         [("received", received), ("dropped", dropped), ("rejected", rejected), ("completed", completed), ("lost", lost)]
     }
 }
 
 impl OrchestratorStatus {
-    fn events(&self) -> [(&'static str, u64); 10] {
+    fn event_counts(&self) -> [(&'static str, u64); 10] {
         let CoreCounters {
-            workers,
+            accepted_workers: workers,
             ended,
-            stalls,
-            hints,
+            worker_stalls: stalls,
+            sent_hints: hints,
             bad_messages,
             enabled_without_worker,
-            bad_feedback,
+            rejected_feedback: bad_feedback,
             damaged_queues: damaged,
         } = self.cores;
         [
@@ -95,45 +95,49 @@ impl OrchestratorStatus {
             ("enabled_without_worker", enabled_without_worker),
             ("bad_feedback", bad_feedback),
             ("damaged", damaged),
-            ("unclassified", self.unclassified),
-            ("unsent", self.unsent),
+            ("unclassified", self.unclassified_datagrams),
+            ("unsent", self.unsent_responses),
         ]
     }
 
-    pub fn json(&self) -> Value {
-        let service = |service: &ServiceStatus| {
-            let mut value = json!({
-                "listen": service.listen,
-                "waiting": service.waiting,
-                "outstanding": service.outstanding,
+    pub fn to_json(&self) -> Value {
+        let service_to_json = |service: &ServiceStatus| {
+            let mut service_json = json!({
+                "listen": service.listen_address,
+                "waiting": service.waiting_requests,
+                "outstanding": service.outstanding_requests,
             });
-            service.requests().iter().for_each(|(name, count)| value[*name] = (*count).into());
-            value
+            service.requests_by_state().iter().for_each(|(name, count)| service_json[*name] = (*count).into());
+            service_json
         };
-        let mut value = json!({ "services": self.services.iter().map(service).collect::<Vec<_>>() });
-        self.events().iter().for_each(|(name, count)| value[*name] = (*count).into());
-        let mut intake = json!({ "mode": self.intake.mode, "fallback": self.intake.fallback_reason });
-        self.intake.datagrams.iter().for_each(|(outcome, count)| intake[*outcome] = (*count).into());
-        value["intake"] = intake;
-        value
+        let mut status_json = json!({ "services": self.services.iter().map(service_to_json).collect::<Vec<_>>() });
+        self.event_counts().iter().for_each(|(name, count)| status_json[*name] = (*count).into());
+        let mut intake_json =
+            json!({ "mode": self.intake_status.mode_name, "fallback": self.intake_status.fallback_reason });
+        self.intake_status
+            .datagram_counters
+            .iter()
+            .for_each(|(outcome, count)| intake_json[*outcome] = (*count).into());
+        status_json["intake"] = intake_json;
+        status_json
     }
 
     pub fn snapshot(&self) -> Snapshot {
         let mut snapshot = component::base_snapshot(Component::Orchestrate);
         for (number, service) in self.services.iter().enumerate() {
-            let number = number.to_string();
-            for (outcome, count) in service.requests() {
-                snapshot.add(&ORCHESTRATE_REQUESTS_TOTAL, [&number, outcome], count as f64);
+            let service_number = number.to_string();
+            for (outcome, count) in service.requests_by_state() {
+                snapshot.add(&ORCHESTRATE_REQUESTS_TOTAL, [&service_number, outcome], count as f64);
             }
-            snapshot.add(&ORCHESTRATE_WAITING_REQUESTS, [&number], service.waiting as f64);
-            snapshot.add(&ORCHESTRATE_OUTSTANDING_REQUESTS, [&number], service.outstanding as f64);
+            snapshot.add(&ORCHESTRATE_WAITING_REQUESTS, [&service_number], service.waiting_requests as f64);
+            snapshot.add(&ORCHESTRATE_OUTSTANDING_REQUESTS, [&service_number], service.outstanding_requests as f64);
         }
-        snapshot.add(&ORCHESTRATE_WORKERS, [], self.workers as f64);
-        snapshot.add(&ORCHESTRATE_INTAKE, [self.intake.mode], 1.0);
-        for (outcome, count) in &self.intake.datagrams {
+        snapshot.add(&ORCHESTRATE_WORKERS, [], self.attached_workers as f64);
+        snapshot.add(&ORCHESTRATE_INTAKE, [self.intake_status.mode_name], 1.0);
+        for (outcome, count) in &self.intake_status.datagram_counters {
             snapshot.add(&ORCHESTRATE_INTAKE_DATAGRAMS_TOTAL, [outcome], *count as f64);
         }
-        for (event, count) in self.events() {
+        for (event, count) in self.event_counts() {
             snapshot.add(&ORCHESTRATE_EVENTS_TOTAL, [event], count as f64);
         }
         snapshot
@@ -141,45 +145,49 @@ impl OrchestratorStatus {
 }
 
 /// Maximum time to wait for a requested status, which the daemon publishes within milliseconds.
-const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
+const STATUS_REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Status for other threads, which the daemon collects only on request: with AF_XDP that takes system calls.
 #[derive(Debug)]
 pub struct SharedStatus {
-    state: Mutex<SharedStatusState>,
-    published: Condvar,
+    shared_state: Mutex<SharedStatusState>,
+    status_published: Condvar,
 }
 
 #[derive(Debug)]
 struct SharedStatusState {
-    status: OrchestratorStatus,
+    last_status: OrchestratorStatus,
     is_requested: bool,
 }
 
 impl SharedStatus {
     /// Returns a shared status that contains `status` until another one is published.
     pub fn new(status: OrchestratorStatus) -> Self {
-        Self { state: Mutex::new(SharedStatusState { status, is_requested: false }), published: Condvar::new() }
+        Self {
+            shared_state: Mutex::new(SharedStatusState { last_status: status, is_requested: false }),
+            status_published: Condvar::new(),
+        }
     }
 
-    fn state(&self) -> MutexGuard<'_, SharedStatusState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock_state(&self) -> MutexGuard<'_, SharedStatusState> {
+        self.shared_state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Requests a new status and returns it, or the last one after a timeout.
     pub fn request(&self) -> OrchestratorStatus {
-        let mut state = self.state();
+        let mut state = self.lock_state();
         state.is_requested = true;
-        let waited = self.published.wait_timeout_while(state, REQUEST_TIMEOUT, |state| state.is_requested);
-        waited.unwrap_or_else(PoisonError::into_inner).0.status.clone()
+        let wait_result =
+            self.status_published.wait_timeout_while(state, STATUS_REQUEST_TIMEOUT, |state| state.is_requested);
+        wait_result.unwrap_or_else(PoisonError::into_inner).0.last_status.clone()
     }
 
     /// Publishes a new status if one was requested.
     pub fn publish(&self, report: impl FnOnce() -> OrchestratorStatus) {
-        let mut state = self.state();
+        let mut state = self.lock_state();
         if std::mem::take(&mut state.is_requested) {
-            state.status = report();
-            self.published.notify_all();
+            state.last_status = report();
+            self.status_published.notify_all();
         }
     }
 }

@@ -11,7 +11,7 @@ use coreward_listener::REGISTRATION_TIMEOUT;
 use coreward_listener::security::{AuthenticatedPeer, Security};
 use coreward_rpc::v1::control_server::Control;
 use coreward_tls::Role;
-use coreward_wire::rack::rack_messages;
+use coreward_wire::rack::pack_rack_messages;
 use coreward_wire::sanitize::sanitize_str;
 use coreward_wire::v1;
 use coreward_wire::v1::agent_message::Message;
@@ -29,25 +29,25 @@ use crate::reducer::Reducer;
 const QUEUE_LENGTH: usize = 64;
 /// Average number of reports per agent that may wait for the controller. If there are more, the agent must reconnect,
 /// because a dropped report may have contained its RSS configuration.
-const MAX_WAITING_REPORTS: usize = 16;
+const MAX_WAITING_REPORTS_PER_AGENT: usize = 16;
 
 type AgentUpdateSender = mpsc::Sender<Result<v1::AgentUpdate, Status>>;
 
 /// State that the connection to the controller shares with those of agents.
 pub struct RackState {
     /// Connection to the controller; `None`: no controller is connected.
-    controller: Mutex<Option<ControllerConnection>>,
+    controller_connection: Mutex<Option<ControllerConnection>>,
     /// Number of the newest agent's stream. It is not reused, as the next controller may still serve an earlier stream.
-    newest_stream: AtomicU64,
-    started: Instant,
+    newest_stream_number: AtomicU64,
+    start_time: Instant,
 }
 
 /// Connection to the controller, and the streams of the agents that are relayed through it.
 struct ControllerConnection {
-    messages: mpsc::Sender<v1::RackMessage>,
+    message_sender: mpsc::Sender<v1::RackMessage>,
     answers: HashMap<u64, AgentUpdateSender>,
     /// Number of unanswered socket queries of each agent, by its stream.
-    open_queries: HashMap<u64, u32>,
+    open_query_counts: HashMap<u64, u32>,
     reducer: Reducer,
     /// Reports that are sent together with the next summaries.
     pending_reports: Vec<v1::FromAgent>,
@@ -61,7 +61,11 @@ pub struct ConnectionStatus {
 
 impl Default for RackState {
     fn default() -> Self {
-        Self { controller: Mutex::new(None), newest_stream: AtomicU64::new(0), started: Instant::now() }
+        Self {
+            controller_connection: Mutex::new(None),
+            newest_stream_number: AtomicU64::new(0),
+            start_time: Instant::now(),
+        }
     }
 }
 
@@ -69,12 +73,12 @@ impl RackState {
     fn now(&self) -> Now {
         let wall = wall_clock();
         // A rack has no records to date.
-        Now { monotonic: self.started.elapsed(), wall, record: wall }
+        Now { monotonic: self.start_time.elapsed(), wall, record: wall }
     }
 
     /// Locks the connection. The lock is held for microseconds, and never across an await.
     fn lock_controller(&self) -> MutexGuard<'_, Option<ControllerConnection>> {
-        self.controller.lock()
+        self.controller_connection.lock()
     }
 
     pub fn counts(&self) -> ConnectionStatus {
@@ -88,8 +92,13 @@ impl RackState {
     /// Stores a new connection to the controller, so that agents are accepted from now on.
     pub fn on_controller_connected(&self, messages: mpsc::Sender<v1::RackMessage>, reducer: Reducer) {
         let (answers, asked, pending_reports) = (HashMap::new(), HashMap::new(), Vec::new());
-        *self.lock_controller() =
-            Some(ControllerConnection { messages, answers, open_queries: asked, reducer, pending_reports });
+        *self.lock_controller() = Some(ControllerConnection {
+            message_sender: messages,
+            answers,
+            open_query_counts: asked,
+            reducer,
+            pending_reports,
+        });
     }
 
     /// Drops the connection and ends all agents' streams, so that agents try their next address.
@@ -123,24 +132,24 @@ impl RackState {
     pub fn summaries(&self) -> Vec<v1::RackMessage> {
         let (now, mut up) = (self.now(), self.lock_controller());
         let Some(up) = up.as_mut() else { return Vec::new() };
-        let summaries = up.reducer.summaries(now);
-        rack_messages(std::mem::take(&mut up.pending_reports), summaries)
+        let due_summaries = up.reducer.summaries(now);
+        pack_rack_messages(std::mem::take(&mut up.pending_reports), due_summaries)
     }
 
     /// Registers an agent's stream. Returns the stream's number, and the sender of messages to the controller.
-    fn begin_stream(&self, answers: AgentUpdateSender) -> Result<(u64, mpsc::Sender<v1::RackMessage>), Status> {
+    fn begin_stream(&self, update_sender: AgentUpdateSender) -> Result<(u64, mpsc::Sender<v1::RackMessage>), Status> {
         let mut up = self.lock_controller();
         let no_controller = || Status::unavailable("this rack has no connection to its controller");
         let up = up.as_mut().ok_or_else(no_controller)?;
-        let stream = self.newest_stream.fetch_add(1, Ordering::Relaxed) + 1;
-        up.answers.insert(stream, answers);
-        up.reducer.begin(stream);
-        Ok((stream, up.messages.clone()))
+        let stream_number = self.newest_stream_number.fetch_add(1, Ordering::Relaxed) + 1;
+        up.answers.insert(stream_number, update_sender);
+        up.reducer.begin(stream_number);
+        Ok((stream_number, up.message_sender.clone()))
     }
 
     fn end_stream(&self, stream: u64) {
         if let Some(up) = self.lock_controller().as_mut() {
-            up.forget(stream);
+            up.forget_stream(stream);
             up.pending_reports.retain(|from| from.stream != stream);
         }
     }
@@ -171,7 +180,7 @@ impl RackState {
     fn count_message(&self, stream: u64, message: &Message) {
         let (now, mut up) = (self.now(), self.lock_controller());
         let Some(up) = up.as_mut() else { return };
-        match up.open_queries.get_mut(&stream).filter(|_| matches!(message, Message::SocketAnswer(_))) {
+        match up.open_query_counts.get_mut(&stream).filter(|_| matches!(message, Message::SocketAnswer(_))) {
             Some(asked) if *asked > 0 => *asked -= 1,
             _ => up.reducer.count_unsolicited_message(stream, now),
         }
@@ -192,7 +201,7 @@ impl RackState {
             );
         }
         let Some(report) = forwarded_to_previous else { return true };
-        let has_room = up.pending_reports.len() < MAX_WAITING_REPORTS * up.answers.len();
+        let has_room = up.pending_reports.len() < MAX_WAITING_REPORTS_PER_AGENT * up.answers.len();
         if has_room {
             up.pending_reports.push(from_agent(stream, Message::Report(report)));
         }
@@ -204,19 +213,19 @@ impl ControllerConnection {
     fn send(&mut self, to_agent: v1::ToAgent) {
         let v1::ToAgent { stream, update, code, message } = to_agent;
         let Some(answers) = self.answers.get(&stream) else { return };
-        let ends = update.is_none();
+        let is_stream_end = update.is_none();
         if matches!(update.as_ref().and_then(|update| update.update.as_ref()), Some(Update::SocketQuery(_))) {
-            *self.open_queries.entry(stream).or_default() += 1;
+            *self.open_query_counts.entry(stream).or_default() += 1;
         }
-        let reported = answers.try_send(update.ok_or_else(|| Status::new(Code::from_i32(code), message)));
-        if ends || reported.is_err() {
-            self.forget(stream);
+        let send_result = answers.try_send(update.ok_or_else(|| Status::new(Code::from_i32(code), message)));
+        if is_stream_end || send_result.is_err() {
+            self.forget_stream(stream);
         }
     }
 
-    fn forget(&mut self, stream: u64) {
+    fn forget_stream(&mut self, stream: u64) {
         self.answers.remove(&stream);
-        self.open_queries.remove(&stream);
+        self.open_query_counts.remove(&stream);
         self.reducer.end(stream);
     }
 }
@@ -327,30 +336,30 @@ mod tests {
 
     #[test]
     fn queue_for_a_stalled_controller_is_bounded() {
-        let shared = RackState::default();
+        let rack_state = RackState::default();
         let (messages, _controller) = mpsc::channel(1);
-        shared.on_controller_connected(messages, Reducer::new(Duration::from_secs(1), 8));
+        rack_state.on_controller_connected(messages, Reducer::new(Duration::from_secs(1), 8));
         let (answers, _agent) = mpsc::channel(1);
-        let (stream, _) = shared.begin_stream(answers).unwrap();
+        let (stream, _) = rack_state.begin_stream(answers).unwrap();
         // Without a configuration every report is forwarded whole.
-        let taken = (0..1000).filter(|_| shared.report(stream, v1::Report::default())).count();
-        assert_eq!(taken, MAX_WAITING_REPORTS);
-        assert_eq!(shared.summaries()[0].agents.len(), MAX_WAITING_REPORTS);
-        assert!(shared.report(stream, v1::Report::default()));
+        let accepted_count = (0..1000).filter(|_| rack_state.report(stream, v1::Report::default())).count();
+        assert_eq!(accepted_count, MAX_WAITING_REPORTS_PER_AGENT);
+        assert_eq!(rack_state.summaries()[0].agents.len(), MAX_WAITING_REPORTS_PER_AGENT);
+        assert!(rack_state.report(stream, v1::Report::default()));
     }
 
     #[test]
     fn streams_of_an_old_controller_are_not_relayed_to_the_next() {
-        let shared = RackState::default();
-        let mut streams = [0, 0];
-        for stream in &mut streams {
+        let rack_state = RackState::default();
+        let mut stream_numbers = [0, 0];
+        for stream in &mut stream_numbers {
             let (messages, _controller) = mpsc::channel(1);
-            shared.on_controller_connected(messages, Reducer::new(Duration::from_secs(1), 8));
+            rack_state.on_controller_connected(messages, Reducer::new(Duration::from_secs(1), 8));
             let (answers, _agent) = mpsc::channel(1);
-            (*stream, _) = shared.begin_stream(answers).unwrap();
+            (*stream, _) = rack_state.begin_stream(answers).unwrap();
         }
-        assert!(!shared.report(streams[0], v1::Report::default()));
-        shared.end_stream(streams[0]);
-        assert!(shared.report(streams[1], v1::Report::default()));
+        assert!(!rack_state.report(stream_numbers[0], v1::Report::default()));
+        rack_state.end_stream(stream_numbers[0]);
+        assert!(rack_state.report(stream_numbers[1], v1::Report::default()));
     }
 }

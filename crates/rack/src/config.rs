@@ -56,14 +56,14 @@ mod tests {
 
     #[test]
     fn missing_keys_have_defaults_and_invalid_ones_are_named() {
-        let parse = |more: &str| {
+        let parse_with = |more: &str| {
             let text = format!("name = \"r1\"\nlisten = \"10.3.0.1:7400\"\ncontroller = \"10.1.0.1:7400\"\n{more}");
             Config::parse(&Source::from_text("rack.toml", &text))
         };
-        let config = parse("").unwrap();
-        assert_eq!((config.detail_interval, config.candidates), (Duration::from_secs(1), 8));
-        assert_eq!(parse("candidates = 2\ndetail_interval = \"5s\"\n").unwrap().candidates, 2);
-        let wrong = parse("candidates = 9\ndetail_interval = \"1ms\"\n").unwrap_err().to_string();
-        assert!(wrong.contains("rack.toml:4") && wrong.contains("rack.toml:5"), "{wrong}");
+        let default_config = parse_with("").unwrap();
+        assert_eq!((default_config.detail_interval, default_config.candidates), (Duration::from_secs(1), 8));
+        assert_eq!(parse_with("candidates = 2\ndetail_interval = \"5s\"\n").unwrap().candidates, 2);
+        let error_text = parse_with("candidates = 9\ndetail_interval = \"1ms\"\n").unwrap_err().to_string();
+        assert!(error_text.contains("rack.toml:4") && error_text.contains("rack.toml:5"), "{error_text}");
     }
 }

@@ -45,10 +45,10 @@ const CONTROLLER_QUEUE_LENGTH: usize = 64;
 /// Runs the rack until SIGTERM or SIGINT. Fails if the file is invalid or the address cannot be bound.
 pub fn run(config: &Path) -> anyhow::Result<()> {
     coreward_daemon::raise_file_limit();
-    let path = config;
-    let config = Config::load(path)?;
+    let config_path = config;
+    let config = Config::load(config_path)?;
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
-        let hangup = signal(SignalKind::hangup())?;
+        let hangup_signal = signal(SignalKind::hangup())?;
         let rack = Rack::bind(config.clone()).await?;
         tracing::info!(
             event = "listening",
@@ -60,7 +60,7 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
         coreward_daemon::run_until_shutdown(async {
             tokio::select! {
                 outcome = rack.serve() => outcome,
-                never = reload_on_sighup(hangup, path, config, &security) => match never {},
+                never = reload_on_sighup(hangup_signal, config_path, config, &security) => match never {},
             }
         })
         .await

@@ -172,7 +172,7 @@ impl LoadBalancer {
     }
 
     /// Returns the first table with the expected candidates (server number and load in percent) for buckets 0 and 1.
-    async fn table_of(&mut self, expected: [&[(u32, u32)]; 2]) -> PlacementTable {
+    async fn wait_for_table(&mut self, expected: [&[(u32, u32)]; 2]) -> PlacementTable {
         let mut seen = Vec::new();
         let found = tokio::time::timeout(TIMEOUT, async {
             loop {
@@ -202,26 +202,27 @@ async fn status(directory: &Path, api: SocketAddr) -> Status {
 }
 
 #[tokio::test]
-async fn agents_of_a_lost_rack_use_another_one() {
+async fn agents_of_a_lost_rack_connect_through_another_one() {
     let directory = tempfile::tempdir().unwrap();
     let (controller, api) = controller(directory.path()).await;
-    let mut balancer = LoadBalancer::start(&controller).await;
-    let first = rack("r1", "127.0.0.1:0", &controller).await;
-    let second = rack("r2", "127.0.0.1:0", &controller).await;
+    let mut load_balancer = LoadBalancer::start(&controller).await;
+    let first_rack = rack("r1", "127.0.0.1:0", &controller).await;
+    let second_rack = rack("r2", "127.0.0.1:0", &controller).await;
     let loads = [[0.4, 0.1], [0.2, 0.3], [0.3, 0.2], [0.1, 0.4]];
     let mut agents = Vec::new();
-    for (number, at) in [(1, first.1), (2, first.1), (3, second.1), (4, second.1)] {
+    for (number, at) in [(1, first_rack.1), (2, first_rack.1), (3, second_rack.1), (4, second_rack.1)] {
         agents.push(Agent::start(number, at, loads[number as usize - 1]).await);
     }
-    let all: [&[(u32, u32)]; 2] = [&[(4, 10), (2, 20), (3, 30), (1, 40)], &[(1, 10), (3, 20), (2, 30), (4, 40)]];
-    balancer.table_of(all).await;
-    let shown = status(directory.path(), api).await;
-    let racks: Vec<(&str, Vec<&str>)> = shown
+    let all_candidates: [&[(u32, u32)]; 2] =
+        [&[(4, 10), (2, 20), (3, 30), (1, 40)], &[(1, 10), (3, 20), (2, 30), (4, 40)]];
+    load_balancer.wait_for_table(all_candidates).await;
+    let fleet_status = status(directory.path(), api).await;
+    let agents_by_rack: Vec<(&str, Vec<&str>)> = fleet_status
         .racks
         .iter()
         .map(|rack| (rack.name.as_str(), rack.servers.iter().map(String::as_str).collect()))
         .collect();
-    assert_eq!(racks, [("r1", vec!["s1", "s2"]), ("r2", vec!["s3", "s4"])]);
+    assert_eq!(agents_by_rack, [("r1", vec!["s1", "s2"]), ("r2", vec!["s3", "s4"])]);
     // The status shows every core, from the forwarded reports.
     let core_loads = in_time("the loads of every core", async {
         loop {
@@ -238,15 +239,16 @@ async fn agents_of_a_lost_rack_use_another_one() {
     }
 
     // A rack is killed: its servers count with the mean load of the other rack.
-    let at = second.1;
-    drop(second);
+    let at = second_rack.1;
+    drop(second_rack);
     agents.truncate(2);
-    let neutral: [&[(u32, u32)]; 2] = [&[(2, 20), (3, 25), (4, 25), (1, 40)], &[(1, 10), (3, 25), (4, 25), (2, 30)]];
-    balancer.table_of(neutral).await;
+    let candidates_with_mean_loads: [&[(u32, u32)]; 2] =
+        [&[(2, 20), (3, 25), (4, 25), (1, 40)], &[(1, 10), (3, 25), (4, 25), (2, 30)]];
+    load_balancer.wait_for_table(candidates_with_mean_loads).await;
 
     // One agent of the killed rack connects to the controller, the other to the restarted rack.
     agents.push(Agent::start(3, controller.1, loads[2]).await);
-    let _second = in_time("the address", async {
+    let _second_rack = in_time("the address", async {
         while std::net::TcpListener::bind(at).is_err() {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
@@ -254,36 +256,36 @@ async fn agents_of_a_lost_rack_use_another_one() {
     })
     .await;
     agents.push(Agent::start(4, at, loads[3]).await);
-    balancer.table_of(all).await;
+    load_balancer.wait_for_table(all_candidates).await;
 }
 
 #[tokio::test]
 async fn rack_without_controller_accepts_no_agent() {
     let directory = tempfile::tempdir().unwrap();
     // A bound port without a listener, which no other test can get.
-    let taken = tokio::net::TcpSocket::new_v4().unwrap();
-    taken.bind("127.0.0.1:0".parse().unwrap()).unwrap();
-    let away = taken.local_addr().unwrap();
-    let nobody = RunningServer(tokio::spawn(std::future::pending()), away);
-    let lonely = rack("r1", "127.0.0.1:0", &nobody).await;
-    let refused = begin("s1", lonely.1).await.unwrap_err();
+    let unconnected_socket = tokio::net::TcpSocket::new_v4().unwrap();
+    unconnected_socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
+    let unused_address = unconnected_socket.local_addr().unwrap();
+    let unreachable_controller = RunningServer(tokio::spawn(std::future::pending()), unused_address);
+    let rack_without_controller = rack("r1", "127.0.0.1:0", &unreachable_controller).await;
+    let rejection = begin("s1", rack_without_controller.1).await.unwrap_err();
     assert_eq!(
-        (refused.code(), refused.message()),
+        (rejection.code(), rejection.message()),
         (Code::Unavailable, "this rack has no connection to its controller")
     );
-    let refused = client(lonely.1).await.fleet(v1::FleetRequest {}).await.unwrap_err();
-    assert_eq!(refused.code(), Code::Unimplemented);
+    let rejection = client(rack_without_controller.1).await.fleet(v1::FleetRequest {}).await.unwrap_err();
+    assert_eq!(rejection.code(), Code::Unimplemented);
 
     let (controller, _) = controller(directory.path()).await;
-    let rack1 = rack("r1", "127.0.0.1:0", &controller).await;
+    let connected_rack = rack("r1", "127.0.0.1:0", &controller).await;
     // A server outside the fleet is rejected through the rack.
-    let unknown = in_time("a refusal", async {
+    let unknown_server_error = in_time("a refusal", async {
         loop {
-            match begin("s9", rack1.1).await {
+            match begin("s9", connected_rack.1).await {
                 Err(status) if status.code() != Code::Unavailable => return status,
                 _ => tokio::time::sleep(Duration::from_millis(20)).await,
             }
         }
     });
-    assert_eq!(unknown.await.code(), Code::NotFound);
+    assert_eq!(unknown_server_error.await.code(), Code::NotFound);
 }

@@ -13,26 +13,26 @@ use coreward_wire::rack::summary_message;
 use coreward_wire::{RackConfiguration, RackMember, RackServer, RackService, Report, ServiceIndex, v1};
 
 /// Number of detail intervals after which a forwarded report expires.
-const REPORT_VALID_INTERVALS: u32 = 3;
+const REPORT_VALIDITY_INTERVALS: u32 = 3;
 
 /// Reducer of agents' reports to summaries for the controller, which also selects reports to forward in full.
 pub struct Reducer {
     detail_interval: Duration,
-    max_candidates: usize,
+    max_candidates_per_bucket: usize,
     configuration: Option<RackConfiguration>,
     /// Streams of agents whose servers are draining, because the remaining connections of these servers are displayed.
     draining_streams: HashSet<u64>,
     /// State of each agent, by the number of its stream.
-    agents: BTreeMap<u64, AgentState>,
+    agents_by_stream: BTreeMap<u64, AgentState>,
     /// Placement policy of each service, which stores state about the loads.
-    policies: HashMap<ServiceIndex, Box<dyn Policy>>,
+    policies_by_service: HashMap<ServiceIndex, Box<dyn Policy>>,
 }
 
 /// State of an agent with its newest report, and the report of it that was forwarded last.
 #[derive(Default)]
 struct AgentState {
     agent: Agent,
-    forwarded: Option<ForwardedReport>,
+    last_forwarded: Option<ForwardedReport>,
 }
 
 struct ForwardedReport {
@@ -46,19 +46,19 @@ struct ForwardedReport {
 impl Reducer {
     /// Returns an empty reducer. `detail_interval`: minimum time between two full reports of an agent;
     /// `max_candidates_per_bucket`: maximum number of candidates that are sent per bucket.
-    pub fn new(detail_interval: Duration, max_candidates: usize) -> Self {
+    pub fn new(detail_interval: Duration, max_candidates_per_bucket: usize) -> Self {
         Self {
             detail_interval,
-            max_candidates,
+            max_candidates_per_bucket,
             configuration: None,
             draining_streams: HashSet::new(),
-            agents: BTreeMap::new(),
-            policies: HashMap::new(),
+            agents_by_stream: BTreeMap::new(),
+            policies_by_service: HashMap::new(),
         }
     }
 
     pub fn configure(&mut self, configuration: RackConfiguration) {
-        let policies = &mut self.policies;
+        let policies = &mut self.policies_by_service;
         policies.retain(|index, policy| {
             configuration.services.iter().any(|new| new.index == *index && new.policy == policy.name())
         });
@@ -78,10 +78,10 @@ impl Reducer {
             }
         }
         let members = configuration.services.iter().flat_map(|service| &service.members);
-        let not_eligible: HashSet<ServerId> =
+        let ineligible_servers: HashSet<ServerId> =
             members.filter(|member| !member.is_eligible).map(|member| member.id).collect();
-        let drained = configuration.servers.iter().filter(|server| not_eligible.contains(&server.id));
-        self.draining_streams = drained.map(|server| server.stream_number).collect();
+        let draining_servers = configuration.servers.iter().filter(|server| ineligible_servers.contains(&server.id));
+        self.draining_streams = draining_servers.map(|server| server.stream_number).collect();
         self.configuration = Some(configuration);
     }
 
@@ -91,85 +91,85 @@ impl Reducer {
     }
 
     pub fn begin(&mut self, stream: u64) {
-        self.agents.insert(stream, AgentState::default());
+        self.agents_by_stream.insert(stream, AgentState::default());
     }
 
     pub fn end(&mut self, stream: u64) {
-        self.agents.remove(&stream);
+        self.agents_by_stream.remove(&stream);
     }
 
     pub fn agent_count(&self) -> usize {
-        self.agents.len()
+        self.agents_by_stream.len()
     }
 
     /// Returns the time until the stream's next message may be read; zero: at once.
     pub fn message_wait(&self, stream: u64, now: Now) -> Duration {
-        let reported = self.agents.get(&stream).zip(self.configuration.as_ref());
-        reported.map_or(Duration::ZERO, |(reported, configuration)| {
-            reported.agent.report_wait(configuration.report_interval, now)
+        let agent_and_configuration = self.agents_by_stream.get(&stream).zip(self.configuration.as_ref());
+        agent_and_configuration.map_or(Duration::ZERO, |(reported, configuration)| {
+            reported.agent.time_until_next_report(configuration.report_interval, now)
         })
     }
 
     /// Counts an unsolicited message towards the rate limit of reports.
     pub fn count_unsolicited_message(&mut self, stream: u64, now: Now) {
-        if let (Some(reported), Some(configuration)) = (self.agents.get_mut(&stream), &self.configuration) {
+        if let (Some(reported), Some(configuration)) = (self.agents_by_stream.get_mut(&stream), &self.configuration) {
             reported.agent.take_report_token(configuration.report_interval, now);
         }
     }
 
     /// Stores a report. Returns the report if it must be forwarded in full, and the reason if it is rejected.
     pub fn report(&mut self, stream: u64, report: v1::Report, now: Now) -> (Option<v1::Report>, Result<(), Rejection>) {
-        let Some(reported) = self.agents.get_mut(&stream) else { return (None, Ok(())) };
+        let Some(reported) = self.agents_by_stream.get_mut(&stream) else { return (None, Ok(())) };
         let Some(configuration) = &self.configuration else { return (Some(report), Ok(())) };
         if !reported.agent.take_report_token(configuration.report_interval, now) {
             return (None, Err(Rejection::TooManyReports(format!("stream {stream}"))));
         }
         // Reports with details arrive about once a second.
-        let configured =
+        let configured_interval =
             if self.draining_streams.contains(&stream) { Duration::ZERO } else { configuration.detail_interval };
-        let detail_interval = self.detail_interval.max(configured);
-        let about = detail_interval.saturating_sub(configuration.report_interval / 2);
-        let is_new = reported.forwarded.as_ref().is_none_or(|old| {
-            let new_details =
-                now.monotonic.saturating_sub(old.forwarded_at) >= about || old.warnings != report.warnings;
-            let new_state = (old.configuration_generation, old.rss_generation)
+        let detail_interval = self.detail_interval.max(configured_interval);
+        let minimum_age = detail_interval.saturating_sub(configuration.report_interval / 2);
+        let must_forward = reported.last_forwarded.as_ref().is_none_or(|old| {
+            let has_new_details =
+                now.monotonic.saturating_sub(old.forwarded_at) >= minimum_age || old.warnings != report.warnings;
+            let has_new_state = (old.configuration_generation, old.rss_generation)
                 != (report.configuration_generation, report.rss_generation);
-            new_state || new_details && !report.without_details
+            has_new_state || has_new_details && !report.without_details
         });
-        let forwarded = (is_new || report.rss.is_some()).then(|| {
-            let (forwarded_at, warnings) = match reported.forwarded.take() {
+        let forwarded_report = (must_forward || report.rss.is_some()).then(|| {
+            let (forwarded_at, warnings) = match reported.last_forwarded.take() {
                 Some(old) if report.without_details => (old.forwarded_at, old.warnings),
                 _ => (now.monotonic, report.warnings.clone()),
             };
-            reported.forwarded = Some(ForwardedReport {
+            reported.last_forwarded = Some(ForwardedReport {
                 forwarded_at,
                 configuration_generation: report.configuration_generation,
                 rss_generation: report.rss_generation,
                 warnings,
             });
-            let holds = (REPORT_VALID_INTERVALS * detail_interval).as_millis() as u32;
-            v1::Report { time_to_live_ms: report.time_to_live_ms.max(holds), ..report.clone() }
+            let validity_ms = (REPORT_VALIDITY_INTERVALS * detail_interval).as_millis() as u32;
+            v1::Report { time_to_live_ms: report.time_to_live_ms.max(validity_ms), ..report.clone() }
         });
         // 0: the controller handles acknowledgements.
-        let outcome = reported.agent.record_report(Report::try_from(report), configuration.alpha, 0, now);
-        (forwarded, outcome)
+        let report_result = reported.agent.record_report(Report::try_from(report), configuration.alpha, 0, now);
+        (forwarded_report, report_result)
     }
 
     /// Returns the summaries of all services. Called once per report interval.
     pub fn summaries(&mut self, now: Now) -> Vec<v1::RackSummary> {
         let Some(configuration) = &self.configuration else { return Vec::new() };
-        let servers: HashMap<ServerId, &RackServer> =
+        let servers_by_id: HashMap<ServerId, &RackServer> =
             configuration.servers.iter().map(|server| (server.id, server)).collect();
         let mut summaries = Vec::with_capacity(configuration.services.len());
         for service in &configuration.services {
-            let Some(policy) = self.policies.get_mut(&service.index) else { continue };
-            let member = |member: &RackMember| {
-                let server = servers.get(&member.id)?;
-                let reported = self.agents.get(&server.stream_number)?;
-                Some(pool_server(service, server, member, &reported.agent, now))
+            let Some(policy) = self.policies_by_service.get_mut(&service.index) else { continue };
+            let to_pool_server = |member: &RackMember| {
+                let server = servers_by_id.get(&member.id)?;
+                let agent_state = self.agents_by_stream.get(&server.stream_number)?;
+                Some(pool_server(service, server, member, &agent_state.agent, now))
             };
-            let pool = Pool::new(service.members.iter().filter_map(member).collect(), 1);
-            let summary = RackSummary::of(&pool, policy.as_mut(), service.bucket_count, self.max_candidates);
+            let pool = Pool::new(service.members.iter().filter_map(to_pool_server).collect(), 1);
+            let summary = RackSummary::of(&pool, policy.as_mut(), service.bucket_count, self.max_candidates_per_bucket);
             summaries.push(summary_message(service.index, &summary));
         }
         summaries
@@ -177,9 +177,9 @@ impl Reducer {
 }
 
 fn pool_server(service: &RackService, server: &RackServer, member: &RackMember, agent: &Agent, now: Now) -> PoolServer {
-    let loads = agent.loads(now).map(|loads| relayed_loads(service.places_requests, loads));
+    let loads = agent.loads(now).map(|loads| relayed_loads(service.places_each_datagram, loads));
     PoolServer {
-        eligible: member.is_eligible,
+        is_eligible: member.is_eligible,
         loads,
         rss: agent.rss().cloned(),
         weight: server.weight,
@@ -193,7 +193,7 @@ fn pool_server(service: &RackService, server: &RackServer, member: &RackMember, 
 #[cfg(test)]
 mod tests {
     use coreward_controller::rejection::REPORT_BURST;
-    use coreward_model::load::Alpha;
+    use coreward_model::load::SmoothingWeight;
 
     use super::*;
 
@@ -204,7 +204,7 @@ mod tests {
         reducer.configure(RackConfiguration {
             report_interval: Duration::from_millis(100),
             detail_interval: Duration::ZERO,
-            alpha: Alpha::PUBLISHED,
+            alpha: SmoothingWeight::PUBLISHED,
             servers: Vec::new(),
             services: Vec::new(),
         });

@@ -36,18 +36,18 @@ impl Certificates {
         self.0.path()
     }
 
-    fn issue(&self, role: Role, name: &str) -> CredentialFiles {
+    fn issue_credentials(&self, role: Role, name: &str) -> CredentialFiles {
         let authority = Authority::open(&self.path().join("authority")).unwrap();
         let identity = Identity { fleet: "test".parse().unwrap(), role, name: name.parse().unwrap() };
         let directory = self.path().join(format!("{role}-{name}"));
-        let issued = authority.issue(&identity, &[], Validity::from_now(DAY)).unwrap();
-        issued.write(&directory, &authority).unwrap();
-        let file = |name| directory.join(name);
-        CredentialFiles { ca: file("ca.crt"), certificate: file("own.crt"), key: file("own.key") }
+        let certificate_and_key = authority.issue(&identity, &[], Validity::from_now(DAY)).unwrap();
+        certificate_and_key.write(&directory, &authority).unwrap();
+        let file_path = |name| directory.join(name);
+        CredentialFiles { ca: file_path("ca.crt"), certificate: file_path("own.crt"), key: file_path("own.key") }
     }
 
     fn table(&self, role: Role, name: &str) -> String {
-        let CredentialFiles { ca, certificate, key } = self.issue(role, name);
+        let CredentialFiles { ca, certificate, key } = self.issue_credentials(role, name);
         format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n")
     }
 
@@ -94,7 +94,7 @@ async fn first_answer(
 }
 
 /// Returns the update of [`first_update`], once the rack has connected to its controller.
-async fn answer(
+async fn first_update_when_connected(
     files: &CredentialFiles,
     expected: &'static [Role],
     server: &str,
@@ -116,18 +116,21 @@ async fn answer(
 const CONTROLLERS_AND_RACKS: &[Role] = &[Role::Controller, Role::Rack];
 
 #[tokio::test]
-async fn agent_behind_a_rack_reports_for_its_own_server_only() {
+async fn agent_behind_a_rack_may_report_for_its_own_server_only() {
     let certificates = Certificates::new();
     let controller = certificates.controller().await;
     let rack = certificates.rack(controller, &certificates.table(Role::Rack, "r1")).await;
-    let s1 = certificates.issue(Role::Agent, "s1");
-    let reported = answer(&s1, CONTROLLERS_AND_RACKS, "s1", rack).await.unwrap().and_then(|update| update.update);
-    let Some(v1::agent_update::Update::Configuration(configuration)) = reported else { panic!("{reported:?}") };
+    let s1 = certificates.issue_credentials(Role::Agent, "s1");
+    let agent_update = first_update_when_connected(&s1, CONTROLLERS_AND_RACKS, "s1", rack)
+        .await
+        .unwrap()
+        .and_then(|update| update.update);
+    let Some(v1::agent_update::Update::Configuration(configuration)) = agent_update else { panic!("{agent_update:?}") };
     assert_eq!(configuration.server_id, 1);
 
-    let refused = answer(&s1, CONTROLLERS_AND_RACKS, "s2", rack).await.unwrap_err();
-    assert_eq!(refused.code(), Code::PermissionDenied, "{refused}");
-    assert!(refused.message().contains("s1") && refused.message().contains("s2"), "{refused}");
+    let rejection = first_update_when_connected(&s1, CONTROLLERS_AND_RACKS, "s2", rack).await.unwrap_err();
+    assert_eq!(rejection.code(), Code::PermissionDenied, "{rejection}");
+    assert!(rejection.message().contains("s1") && rejection.message().contains("s2"), "{rejection}");
 }
 
 #[tokio::test]
@@ -135,19 +138,19 @@ async fn rack_accepts_agents_only() {
     let certificates = Certificates::new();
     let controller = certificates.controller().await;
     let rack = certificates.rack(controller, &certificates.table(Role::Rack, "r1")).await;
-    let lb = certificates.issue(Role::Lb, "lb1");
+    let lb = certificates.issue_credentials(Role::Lb, "lb1");
     // A load balancer neither accepts the rack as a controller nor is accepted by it.
     assert!(first_answer(&lb, &[Role::Controller], "s1", rack).await.is_err());
-    let refused = first_answer(&lb, CONTROLLERS_AND_RACKS, "s1", rack).await.unwrap_err();
-    assert_ne!(refused.code(), Code::Ok);
+    let rejection = first_answer(&lb, CONTROLLERS_AND_RACKS, "s1", rack).await.unwrap_err();
+    assert_ne!(rejection.code(), Code::Ok);
     // An agent's key does not make a rack: the controller rejects it, so it accepts no agent.
-    let impostor = certificates.rack(controller, &certificates.table(Role::Agent, "s2")).await;
-    let s1 = certificates.issue(Role::Agent, "s1");
+    let false_rack = certificates.rack(controller, &certificates.table(Role::Agent, "s2")).await;
+    let s1 = certificates.issue_credentials(Role::Agent, "s1");
     tokio::time::sleep(Duration::from_millis(300)).await;
-    assert!(first_answer(&s1, CONTROLLERS_AND_RACKS, "s1", impostor).await.is_err());
+    assert!(first_answer(&s1, CONTROLLERS_AND_RACKS, "s1", false_rack).await.is_err());
     // No agent without a certificate.
-    let plain = Arc::new(Endpoint::from_shared(format!("http://{rack}")).unwrap());
-    let mut client = ControlClient::new(plain.connect_lazy());
-    let refused = client.agent(tokio_stream::empty::<v1::AgentMessage>()).await;
-    assert!(refused.is_err());
+    let plaintext_endpoint = Arc::new(Endpoint::from_shared(format!("http://{rack}")).unwrap());
+    let mut client = ControlClient::new(plaintext_endpoint.connect_lazy());
+    let result = client.agent(tokio_stream::empty::<v1::AgentMessage>()).await;
+    assert!(result.is_err());
 }

@@ -4,21 +4,21 @@ use comfy_table::{CellAlignment, Table, presets};
 use coreward_api::types::{Explain, ExplainedServer, Explanation};
 
 pub fn format_explanation(reply: &Explanation, question: &Explain) -> String {
-    let chosen = reply.chosen_server.as_deref().unwrap_or("(see below)");
+    let chosen_server_name = reply.chosen_server.as_deref().unwrap_or("(see below)");
     let mut table = Table::new();
     table.load_style(presets::NOTHING);
     table.set_header(["server", "id", "hash", "bucket", "core", "load now", ""]);
     for server in &reply.servers {
-        table.add_row(row(server, reply.chosen_server.as_deref()));
+        table.add_row(server_row(server, reply.chosen_server.as_deref()));
     }
     for column in 1..6 {
         if let Some(column) = table.column_mut(column) {
             column.set_cell_alignment(CellAlignment::Right);
         }
     }
-    let servers: String = table.lines().map(|line| format!("{}\n", line.trim_end())).collect();
+    let server_lines: String = table.lines().map(|line| format!("{}\n", line.trim_end())).collect();
     format!(
-        "{} -> {}/{} ({}, {}, table {}): {chosen}\n\n{servers}\n{}.\n{}{}{}",
+        "{} -> {}/{} ({}, {}, table {}): {chosen_server_name}\n\n{server_lines}\n{}.\n{}{}{}",
         question.client,
         question.vip,
         question.protocol,
@@ -26,28 +26,28 @@ pub fn format_explanation(reply: &Explanation, question: &Explain) -> String {
         reply.policy,
         reply.table_generation,
         reply.reason,
-        forwarding(reply),
-        vlan(reply),
-        cookie_share(reply)
+        format_forwarding(reply),
+        format_vlan(reply),
+        format_cookie_share(reply)
     )
 }
 
 /// Returns the output line about the chosen server's VLAN; empty if its frames are untagged.
-fn vlan(reply: &Explanation) -> String {
-    let chosen = reply.servers.iter().find(|server| Some(&*server.name) == reply.chosen_server.as_deref());
-    let tagged = chosen.and_then(|server| server.vlan.map(|vlan| (&server.name, vlan)));
-    tagged.map_or_else(String::new, |(name, vlan)| format!("Frames to {name} are in VLAN {vlan}.\n"))
+fn format_vlan(reply: &Explanation) -> String {
+    let chosen_server = reply.servers.iter().find(|server| Some(&*server.name) == reply.chosen_server.as_deref());
+    let name_and_vlan = chosen_server.and_then(|server| server.vlan.map(|vlan| (&server.name, vlan)));
+    name_and_vlan.map_or_else(String::new, |(name, vlan)| format!("Frames to {name} are in VLAN {vlan}.\n"))
 }
 
 /// Returns the output line about the share of packets decided by cookies; empty without LB-side stamping.
-fn cookie_share(reply: &Explanation) -> String {
+fn format_cookie_share(reply: &Explanation) -> String {
     reply.cookie_share.map_or_else(String::new, |share| {
         format!("Load balancers decide {:.2} % of its established packets by the cookie.\n", share * 100.0)
     })
 }
 
 /// Returns the output line about the outer header; empty for forwarding on one segment (`l2`).
-fn forwarding(reply: &Explanation) -> String {
+fn format_forwarding(reply: &Explanation) -> String {
     const OTHER_CORE_NOTE: &str = "NICs hash the outer header, so packets may arrive at another core";
     match (&*reply.forwarding, reply.outer_source_port) {
         ("l2", _) => String::new(),
@@ -56,7 +56,7 @@ fn forwarding(reply: &Explanation) -> String {
     }
 }
 
-fn row(server: &ExplainedServer, chosen: Option<&str>) -> Vec<String> {
+fn server_row(server: &ExplainedServer, chosen: Option<&str>) -> Vec<String> {
     let or_dash = |value: Option<String>| value.unwrap_or_else(|| "-".to_owned());
     let note = if Some(&*server.name) == chosen {
         "<- chosen"

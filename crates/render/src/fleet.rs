@@ -7,16 +7,16 @@ use anyhow::Context as _;
 use coreward_api::types::{FleetApplied, FleetChange, NewFleet};
 use coreward_http::client::Client;
 
-use super::{Format, block_on, json};
+use super::{OutputFormat, block_on, to_json};
 
 /// Returns the fleet document in force, as the operator wrote it. Fails when the controller cannot be reached.
-pub fn show(client: &Client, format: Format) -> anyhow::Result<String> {
+pub fn show(client: &Client, format: OutputFormat) -> anyhow::Result<String> {
     let document = block_on(client.fleet())?;
     match format {
-        Format::Json => json(&document),
-        Format::Text => {
-            let from = document.file.map_or_else(|| "applied".to_owned(), |file| format!("of {file}"));
-            Ok(format!("# generation {}, {from}\n{}", document.generation, document.text))
+        OutputFormat::Json => to_json(&document),
+        OutputFormat::Text => {
+            let origin = document.file.map_or_else(|| "applied".to_owned(), |file| format!("of {file}"));
+            Ok(format!("# generation {}, {origin}\n{}", document.generation, document.text))
         }
     }
 }
@@ -52,9 +52,9 @@ impl ProposedFleet {
     }
 
     /// Returns the changes of the document as text or JSON. Fails when they cannot be written as JSON.
-    pub fn format_changes(&self, format: Format) -> anyhow::Result<String> {
-        if format == Format::Json {
-            return json(&self.preview);
+    pub fn format_changes(&self, format: OutputFormat) -> anyhow::Result<String> {
+        if format == OutputFormat::Json {
+            return to_json(&self.preview);
         }
         let generation = self.document.generation;
         if self.is_in_force() {
@@ -81,9 +81,9 @@ impl ProposedFleet {
 }
 
 /// Returns the output of `coreward apply`. Fails when it cannot be written as JSON.
-pub fn format_applied(applied: &FleetApplied, format: Format) -> anyhow::Result<String> {
+pub fn format_apply_result(applied: &FleetApplied, format: OutputFormat) -> anyhow::Result<String> {
     match format {
-        Format::Json => json(applied),
-        Format::Text => Ok(format!("generation {} is in force", applied.generation)),
+        OutputFormat::Json => to_json(applied),
+        OutputFormat::Text => Ok(format!("generation {} is in force", applied.generation)),
     }
 }

@@ -7,30 +7,34 @@ use coreward_api::types::{KeyPhase, Keys};
 
 /// Returns the text output about the cookie keys. `now`: time since 1970.
 pub fn format_key_status(keys: &Keys, now: Duration) -> String {
-    let age = now.saturating_sub(Duration::from_secs(keys.current_since_unix_s));
-    let mut text = format!("key {} stamps, for {} now\n", keys.current, format_duration(age));
-    let waiting = keys.waiting_for.join(", ");
+    let key_age = now.saturating_sub(Duration::from_secs(keys.current_since_unix_s));
+    let mut text = format!("key {} stamps, for {} now\n", keys.current, format_duration(key_age));
+    let waiting_peers = keys.waiting_for.join(", ");
     if keys.phase == KeyPhase::Announced {
-        let _ = match waiting.as_str() {
+        let _ = match waiting_peers.as_str() {
             "" => writeln!(text, "  rotation   the next key is everywhere, and about to stamp"),
-            _ => writeln!(text, "  rotation   the next key (configuration {}) waits for {waiting}", keys.generation),
+            _ => writeln!(
+                text,
+                "  rotation   the next key (configuration {}) waits for {waiting_peers}",
+                keys.generation
+            ),
         };
         return text;
     }
-    let left = |seconds: u64| Duration::from_secs(seconds).saturating_sub(age);
-    let next = match (keys.rotation_interval_s, left(keys.shortest_life_s)) {
+    let time_left = |seconds: u64| Duration::from_secs(seconds).saturating_sub(key_age);
+    let next_rotation = match (keys.rotation_interval_s, time_left(keys.shortest_life_s)) {
         (0, Duration::ZERO) => "by `coreward keys rotate`".to_owned(),
         (0, young) => format!("by `coreward keys rotate`, not within {}", format_duration(young)),
-        (interval, _) => match left(interval) {
+        (interval, _) => match time_left(interval) {
             Duration::ZERO => "due now".to_owned(),
             left => format!("in {}", format_duration(left)),
         },
     };
-    let _ = writeln!(text, "  rotation   {next}");
-    if !waiting.is_empty() {
+    let _ = writeln!(text, "  rotation   {next_rotation}");
+    if !waiting_peers.is_empty() {
         let _ = writeln!(
             text,
-            "  ! configuration {}, which brought the keys, is not confirmed by {waiting}",
+            "  ! configuration {}, which brought the keys, is not confirmed by {waiting_peers}",
             keys.generation
         );
     }
@@ -53,7 +57,7 @@ pub(super) fn format_duration(duration: Duration) -> String {
 mod tests {
     use super::*;
 
-    fn keys() -> Keys {
+    fn steady_keys() -> Keys {
         Keys {
             current: 1,
             current_since_unix_s: 1_000_000,
@@ -72,37 +76,40 @@ mod tests {
     #[test]
     fn keys_without_a_rotation_are_shown() {
         assert_eq!(
-            format_keys(&keys(), 59),
+            format_keys(&steady_keys(), 59),
             "key 1 stamps, for 59 s now\n  rotation   by `coreward keys rotate`, not within 23 h 59 min\n"
         );
         assert_eq!(
-            format_keys(&keys(), 90_000),
+            format_keys(&steady_keys(), 90_000),
             "key 1 stamps, for 1 d 1 h now\n  rotation   by `coreward keys rotate`\n"
         );
-        let scheduled = Keys { rotation_interval_s: 604_800, ..keys() };
-        assert_eq!(format_keys(&scheduled, 604_700), "key 1 stamps, for 6 d 23 h now\n  rotation   in 1 min 40 s\n");
-        let waiting = Keys { waiting_for: vec!["the agent of s3".into()], ..scheduled };
+        let scheduled_keys = Keys { rotation_interval_s: 604_800, ..steady_keys() };
         assert_eq!(
-            format_keys(&waiting, 604_801),
+            format_keys(&scheduled_keys, 604_700),
+            "key 1 stamps, for 6 d 23 h now\n  rotation   in 1 min 40 s\n"
+        );
+        let unconfirmed_keys = Keys { waiting_for: vec!["the agent of s3".into()], ..scheduled_keys };
+        assert_eq!(
+            format_keys(&unconfirmed_keys, 604_801),
             "key 1 stamps, for 7 d 0 h now\n  rotation   due now\n  ! configuration 7, which brought the keys, is not \
              confirmed by the agent of s3\n"
         );
     }
 
     #[test]
-    fn unfinished_rotation_survives_a_restart() {
-        let announced = Keys {
+    fn unfinished_rotation_shows_the_peers_without_the_next_key() {
+        let announced_keys = Keys {
             phase: KeyPhase::Announced,
             waiting_for: vec!["load balancer lb2".into(), "the agent of s3".into()],
-            ..keys()
+            ..steady_keys()
         };
         assert_eq!(
-            format_keys(&announced, 7200),
+            format_keys(&announced_keys, 7200),
             "key 1 stamps, for 2 h 0 min now\n  rotation   the next key (configuration 7) waits for load balancer lb2, \
              the \
              agent of s3\n"
         );
-        let ready = Keys { waiting_for: Vec::new(), ..announced };
-        assert!(format_keys(&ready, 0).ends_with("the next key is everywhere, and about to stamp\n"));
+        let confirmed_keys = Keys { waiting_for: Vec::new(), ..announced_keys };
+        assert!(format_keys(&confirmed_keys, 0).ends_with("the next key is everywhere, and about to stamp\n"));
     }
 }

@@ -15,7 +15,7 @@ use serde::Serialize;
 use coreward_fleet::clock::wall_clock;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Format {
+pub enum OutputFormat {
     Text,
     /// One JSON object, for programs.
     Json,
@@ -23,43 +23,43 @@ pub enum Format {
 
 /// Returns the output of `coreward status`. `rss_keys`: includes full RSS keys, in JSON only. Fails when the controller
 /// cannot be reached, or rejects the request.
-pub fn status(client: &Client, rss_keys: bool, format: Format) -> anyhow::Result<String> {
+pub fn status(client: &Client, rss_keys: bool, format: OutputFormat) -> anyhow::Result<String> {
     let status = block_on(client.status(rss_keys))?;
     match format {
-        Format::Text => Ok(status::format_status(&status, wall_clock())),
-        Format::Json => json(&status),
+        OutputFormat::Text => Ok(status::format_status(&status, wall_clock())),
+        OutputFormat::Json => to_json(&status),
     }
 }
 
 /// Returns the output of `coreward explain`. Fails if the controller cannot be reached, or the service is unknown.
-pub fn explain(client: &Client, question: &Explain, format: Format) -> anyhow::Result<String> {
+pub fn explain(client: &Client, question: &Explain, format: OutputFormat) -> anyhow::Result<String> {
     let explanation = block_on(client.explain(question))?;
     match format {
-        Format::Text => Ok(explain::format_explanation(&explanation, question)),
-        Format::Json => json(&explanation),
+        OutputFormat::Text => Ok(explain::format_explanation(&explanation, question)),
+        OutputFormat::Json => to_json(&explanation),
     }
 }
 
 /// Returns the output of `coreward keys show`. Fails when the controller cannot be reached.
-pub fn keys(client: &Client, format: Format) -> anyhow::Result<String> {
+pub fn keys(client: &Client, format: OutputFormat) -> anyhow::Result<String> {
     render_keys(&block_on(client.keys())?, format)
 }
 
 /// Begins a rotation, or continues it; returns the output of `coreward keys rotate`. Fails if the controller cannot be
 /// reached, or the rotation is neither safe now nor forced.
-pub fn rotate_keys(client: &Client, force: bool, format: Format) -> anyhow::Result<String> {
+pub fn rotate_keys(client: &Client, force: bool, format: OutputFormat) -> anyhow::Result<String> {
     render_keys(&block_on(client.rotate_keys(&RotateKeys { force }))?, format)
 }
 
-fn render_keys(keys: &Keys, format: Format) -> anyhow::Result<String> {
+fn render_keys(keys: &Keys, format: OutputFormat) -> anyhow::Result<String> {
     match format {
-        Format::Text => Ok(keys::format_key_status(keys, wall_clock())),
-        Format::Json => json(keys),
+        OutputFormat::Text => Ok(keys::format_key_status(keys, wall_clock())),
+        OutputFormat::Json => to_json(keys),
     }
 }
 
 /// Returns the document as JSON with line breaks.
-fn json(document: &impl Serialize) -> anyhow::Result<String> {
+fn to_json(document: &impl Serialize) -> anyhow::Result<String> {
     Ok(serde_json::to_string_pretty(document)?)
 }
 

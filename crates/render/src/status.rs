@@ -45,27 +45,27 @@ pub fn format_status(reply: &Status, now: Duration) -> String {
 
 fn rack_text(rack: &Rack, servers: usize) -> String {
     let Rack { name, version, age_ms, servers: connected, permitted_servers } = rack;
-    let permitted =
+    let permitted_text =
         if *permitted_servers as usize == servers { "all".to_owned() } else { permitted_servers.to_string() };
     let (last_message, connected) = (format!("last message {age_ms} ms ago"), connected.join(" "));
     format!(
-        "\nrack {name} ({version}), {last_message}, may report for {permitted} of {servers} servers\n  \
+        "\nrack {name} ({version}), {last_message}, may report for {permitted_text} of {servers} servers\n  \
          servers    {connected}\n"
     )
 }
 
 /// Returns the sum of the counts and those above 0, the largest first, such as "3 (out_of_order 2, no_cores 1)".
 fn format_counts(counts: &BTreeMap<String, u64>) -> String {
-    let listed = format_list(counts);
+    let counts_text = format_list(counts);
     let sum = counts.values().fold(0, |sum: u64, count| sum.saturating_add(*count));
-    if listed.is_empty() { "0".to_owned() } else { format!("{sum} ({listed})") }
+    if counts_text.is_empty() { "0".to_owned() } else { format!("{sum} ({counts_text})") }
 }
 
 fn format_list(counts: &BTreeMap<String, u64>) -> String {
-    let mut above: Vec<(&String, &u64)> = counts.iter().filter(|(_, count)| **count > 0).collect();
-    above.sort_by_key(|(name, count)| (std::cmp::Reverse(**count), *name));
-    let words: Vec<String> = above.into_iter().map(|(name, count)| format!("{name} {count}")).collect();
-    words.join(", ")
+    let mut positive_counts: Vec<(&String, &u64)> = counts.iter().filter(|(_, count)| **count > 0).collect();
+    positive_counts.sort_by_key(|(name, count)| (std::cmp::Reverse(**count), *name));
+    let entries: Vec<String> = positive_counts.into_iter().map(|(name, count)| format!("{name} {count}")).collect();
+    entries.join(", ")
 }
 
 fn append_warnings(text: &mut String, warnings: &[String]) {
@@ -83,17 +83,17 @@ fn service_text(service: &Service) -> String {
         service.bucket_count,
         consistency_text(service)
     );
-    let table = match service.table_generation {
+    let table_text = match service.table_generation {
         0 => "none yet".to_owned(),
         generation => format!("generation {generation}, {} ms old", service.table_age_ms),
     };
-    let _ = writeln!(text, "  table      {table}");
+    let _ = writeln!(text, "  table      {table_text}");
     let _ = writeln!(text, "  servers    {}", service.servers.join(" "));
     if let Some(check) = &service.check {
-        let takes_new = |state| matches!(state, ServerState::Active | ServerState::Joining);
-        let up = service.members.iter().filter(|member| takes_new(member.state)).count();
-        let present = service.members.iter().filter(|member| member.state != ServerState::Gone).count();
-        let _ = writeln!(text, "  health     {check}: {up} of {present} take new connections");
+        let takes_new_connections = |state| matches!(state, ServerState::Active | ServerState::Joining);
+        let up = service.members.iter().filter(|member| takes_new_connections(member.state)).count();
+        let present_count = service.members.iter().filter(|member| member.state != ServerState::Gone).count();
+        let _ = writeln!(text, "  health     {check}: {up} of {present_count} take new connections");
     }
     for group in &service.rss_groups {
         let _ = writeln!(text, "  RSS group  {}: {}", group.key_fingerprint, group.servers.join(" "));
@@ -104,12 +104,12 @@ fn service_text(service: &Service) -> String {
 
 /// Returns a text such as ", stateless, timestamps by servers".
 fn consistency_text(service: &Service) -> String {
-    let timestamps = match service.timestamps.as_str() {
+    let timestamps_text = match service.timestamps.as_str() {
         "server" => "timestamps by servers",
         "lb" => "timestamps by load balancers",
         _ => "no timestamps",
     };
-    format!(", {}, {timestamps}", service.consistency)
+    format!(", {}, {timestamps_text}", service.consistency)
 }
 
 fn servers_text(servers: &[Server]) -> String {
@@ -137,14 +137,15 @@ fn servers_text(servers: &[Server]) -> String {
         }
     }
     let mut text: String = table.lines().map(|line| format!("{}\n", line.trim_end())).collect();
-    let is_told = |server: &&Server| !server.state_reason.is_empty() || server.state != ServerState::Active;
-    for server in servers.iter().filter(is_told) {
+    let has_state_line = |server: &&Server| !server.state_reason.is_empty() || server.state != ServerState::Active;
+    for server in servers.iter().filter(has_state_line) {
         let _ = writeln!(text, "  {}", state_text(server));
     }
     servers.iter().filter(|server| server.drained.is_some()).for_each(|server| text += &remaining_text(server));
     for server in servers {
-        let named: Vec<String> = server.warnings.iter().map(|warning| format!("{}: {warning}", server.name)).collect();
-        append_warnings(&mut text, &named);
+        let prefixed_warnings: Vec<String> =
+            server.warnings.iter().map(|warning| format!("{}: {warning}", server.name)).collect();
+        append_warnings(&mut text, &prefixed_warnings);
     }
     text
 }
@@ -152,10 +153,10 @@ fn servers_text(servers: &[Server]) -> String {
 /// Returns a text such as "s1: down for 3 s: lb1: connection refused".
 fn state_text(server: &Server) -> String {
     let Server { name, state, state_reason: reason, state_for_ms, .. } = server;
-    let lasts = state_for_ms
+    let duration_text = state_for_ms
         .map_or_else(String::new, |ms| format!(" for {}", keys::format_duration(Duration::from_millis(ms))));
     let reason = if reason.is_empty() { String::new() } else { format!(": {reason}") };
-    format!("{name}: {state}{lasts}{reason}")
+    format!("{name}: {state}{duration_text}{reason}")
 }
 
 /// Returns a text such as "s1: 12 connections as counted 0.7 s ago (api 2, web 10)".
@@ -163,34 +164,38 @@ fn remaining_text(server: &Server) -> String {
     let Some(counted) = &server.connections else {
         return format!("  {}: how many connections remain is not known\n", server.name);
     };
-    let sum: u64 = counted.services.values().copied().map(u64::from).sum();
+    let connection_count: u64 = counted.services.values().copied().map(u64::from).sum();
     let services: Vec<String> = counted.services.iter().map(|(name, count)| format!("{name} {count}")).collect();
-    let age = counted.age_ms as f64 / 1000.0;
-    format!("  {}: {sum} connections as counted {age:.1} s ago ({})\n", server.name, services.join(", "))
+    let age_seconds = counted.age_ms as f64 / 1000.0;
+    format!(
+        "  {}: {connection_count} connections as counted {age_seconds:.1} s ago ({})\n",
+        server.name,
+        services.join(", ")
+    )
 }
 
 fn server_row(server: &Server) -> Vec<String> {
-    let reported = server.reports != ReportState::None;
-    let age = match server.reports {
+    let has_report = server.reports != ReportState::None;
+    let report_age = match server.reports {
         ReportState::Fresh => format!("{} ms", server.report_age_ms),
         ReportState::Stale => format!("{} ms, stale", server.report_age_ms),
         ReportState::None => "never".to_owned(),
     };
     let or_dash = |shown: bool, value: String| if shown { value } else { "-".to_owned() };
-    let loads = &server.core_load;
-    let highest = loads.iter().copied().fold(0.0, f64::max);
+    let core_loads = &server.core_load;
+    let highest_load = core_loads.iter().copied().fold(0.0, f64::max);
     vec![
         server.name.clone(),
         server.id.to_string(),
         address_text(server),
         server.state.to_string(),
-        age,
-        or_dash(reported, server.open_connections.to_string()),
+        report_age,
+        or_dash(has_report, server.open_connections.to_string()),
         server.weight.to_string(),
         prediction_text(server.rss_matched, server.rss_mismatched),
-        or_dash(!loads.is_empty(), format!("{:.2}", mean(loads).unwrap_or(0.0))),
-        or_dash(!loads.is_empty(), format!("{highest:.2}")),
-        loads.iter().map(|load| load_bar(*load)).collect(),
+        or_dash(!core_loads.is_empty(), format!("{:.2}", mean(core_loads).unwrap_or(0.0))),
+        or_dash(!core_loads.is_empty(), format!("{highest_load:.2}")),
+        core_loads.iter().map(|load| load_bar(*load)).collect(),
     ]
 }
 
@@ -229,9 +234,9 @@ fn dispatched_text(server: &str, service: &DispatchedService) -> String {
         column.set_cell_alignment(CellAlignment::Right);
     }
     text.extend(table.lines().map(|line| format!(" {}\n", line.trim_end())));
-    let counters = format_list(&service.counters);
-    if !counters.is_empty() {
-        let _ = writeln!(text, "  counters   {counters}");
+    let counters_text = format_list(&service.counters);
+    if !counters_text.is_empty() {
+        let _ = writeln!(text, "  counters   {counters_text}");
     }
     text
 }
@@ -247,21 +252,24 @@ fn load_balancer_text(balancer: &LoadBalancer, services: &[Service]) -> String {
         }
     };
     let address = balancer.address.map_or_else(|| "no address".to_owned(), |address| address.to_string());
-    let owner = balancer.owner.map_or_else(|| "none".to_owned(), |owner| owner.to_string());
-    let _ = writeln!(text, "  owner      {owner}, at {address}");
+    let owner_text = balancer.owner.map_or_else(|| "none".to_owned(), |owner| owner.to_string());
+    let _ = writeln!(text, "  owner      {owner_text}, at {address}");
     let Some(state) = balancer.state.as_ref().filter(|_| balancer.connected) else { return text };
-    let mut tables: Vec<String> =
+    let mut table_generations: Vec<String> =
         state.table_generations.iter().map(|(service, generation)| format!("{service} {generation}")).collect();
-    tables.sort();
-    let _ =
-        writeln!(text, "  tables     {}", if tables.is_empty() { "none yet".to_owned() } else { tables.join(", ") });
+    table_generations.sort();
+    let _ = writeln!(
+        text,
+        "  tables     {}",
+        if table_generations.is_empty() { "none yet".to_owned() } else { table_generations.join(", ") }
+    );
     if let Some(vlan) = state.vlan {
         let _ = writeln!(text, "  VLAN       {vlan}");
     }
     let _ = writeln!(text, "  packets    {}", format_list(&state.counters));
-    let events = format_list(&state.events);
-    if !events.is_empty() {
-        let _ = writeln!(text, "  events     {events}");
+    let events_text = format_list(&state.events);
+    if !events_text.is_empty() {
+        let _ = writeln!(text, "  events     {events_text}");
     }
     if state.connections > 0 {
         let _ = writeln!(text, "  table      {} connections", state.connections);
@@ -286,32 +294,33 @@ fn missing_configuration(state: &LoadBalancerState, services: &[Service]) -> Opt
         return Some("no configuration of this controller is in force yet".to_owned());
     }
     let has_table = |service: &&Service| state.table_generations.contains_key(&service.name);
-    let missing: Vec<&str> =
+    let services_without_table: Vec<&str> =
         services.iter().filter(|service| !has_table(service)).map(|service| service.name.as_str()).collect();
-    (!missing.is_empty()).then(|| format!("no table is in force yet for {}", missing.join(", ")))
+    (!services_without_table.is_empty())
+        .then(|| format!("no table is in force yet for {}", services_without_table.join(", ")))
 }
 
 /// Returns a line per service with the number of known server clocks, and the problems of other servers.
 fn clocks_text(state: &LoadBalancerState) -> String {
-    let mut services: BTreeMap<&str, Vec<&ServerClock>> = BTreeMap::new();
+    let mut clocks_by_service: BTreeMap<&str, Vec<&ServerClock>> = BTreeMap::new();
     for clock in &state.server_clocks {
-        services.entry(&clock.service).or_default().push(clock);
+        clocks_by_service.entry(&clock.service).or_default().push(clock);
     }
     let mut text = String::new();
-    for (service, clocks) in services {
+    for (service, clocks) in clocks_by_service {
         let is_known = |clock: &&&ServerClock| ["known", "per-connection"].contains(&clock.state.as_str());
-        let known = clocks.iter().filter(is_known).count();
-        let stamped = state.stamped_services.iter().find(|stamped| stamped.service == service);
-        let share = stamped
+        let known_count = clocks.iter().filter(is_known).count();
+        let packet_counts = state.stamped_services.iter().find(|stamped| stamped.service == service);
+        let cookie_share_text = packet_counts
             .and_then(StampedService::cookie_share)
             .map_or_else(String::new, |share| format!(", {:.2} % of established packets by the cookie", share * 100.0));
-        let _ = writeln!(text, "  clocks     {service}: {known} of {} servers'{share}", clocks.len());
-        let named = clocks.iter().filter_map(|clock| {
+        let _ = writeln!(text, "  clocks     {service}: {known_count} of {} servers'{cookie_share_text}", clocks.len());
+        let problems = clocks.iter().filter_map(|clock| {
             let problem = clock.problem.as_ref()?;
             Some(format!("{} of {service} is not stamped: {problem}", clock.server))
         });
-        let named: Vec<String> = named.collect();
-        append_warnings(&mut text, &named);
+        let problem_lines: Vec<String> = problems.collect();
+        append_warnings(&mut text, &problem_lines);
     }
     text
 }

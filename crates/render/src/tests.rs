@@ -15,7 +15,7 @@ use coreward_model::tuple::Protocol;
 use super::*;
 
 /// Returns the clock of a server with LB-side stamping.
-fn clock(server: &str, state: &str, problem: &str) -> ServerClock {
+fn server_clock(server: &str, state: &str, problem: &str) -> ServerClock {
     ServerClock {
         service: "old".into(),
         server: server.into(),
@@ -27,7 +27,7 @@ fn clock(server: &str, state: &str, problem: &str) -> ServerClock {
     }
 }
 
-fn dispatched() -> DispatchedService {
+fn dispatched_service() -> DispatchedService {
     let worker = |worker, outstanding, eligible| DispatchedWorker {
         worker,
         pid: 812 + worker,
@@ -48,7 +48,7 @@ fn dispatched() -> DispatchedService {
     }
 }
 
-fn server(n: u8, state: ServerState, core_load: &[f64]) -> Server {
+fn sample_server(n: u8, state: ServerState, core_load: &[f64]) -> Server {
     Server {
         name: format!("s{n}"),
         id: u32::from(n) * 1000,
@@ -77,7 +77,7 @@ fn server(n: u8, state: ServerState, core_load: &[f64]) -> Server {
     }
 }
 
-fn load_balancer_state() -> LoadBalancerState {
+fn sample_load_balancer_state() -> LoadBalancerState {
     LoadBalancerState {
         table_generations: BTreeMap::from([("web".into(), 76)]),
         unresolved_servers: vec!["s2".into()],
@@ -88,13 +88,16 @@ fn load_balancer_state() -> LoadBalancerState {
         events: BTreeMap::from([("connection_unknown".into(), 3)]),
         connections: 40,
         unresolved_load_balancers: vec!["lb2".into()],
-        server_clocks: vec![clock("s1", "per-connection", ""), clock("s2", "differs", "look at its sysctl")],
+        server_clocks: vec![
+            server_clock("s1", "per-connection", ""),
+            server_clock("s2", "differs", "look at its sysctl"),
+        ],
         stamped_services: vec![StampedService { service: "old".into(), by_cookie: 1_999, by_flow_table: 1 }],
         warnings: vec!["it does not route".into()],
     }
 }
 
-fn reply() -> Status {
+fn sample_status() -> Status {
     let load_balancer = |name: &str, owner| LoadBalancer {
         name: name.into(),
         state: None,
@@ -104,8 +107,8 @@ fn reply() -> Status {
         owner: Some(owner),
         address: None,
     };
-    let connected = LoadBalancer {
-        state: Some(load_balancer_state()),
+    let connected_load_balancer = LoadBalancer {
+        state: Some(sample_load_balancer_state()),
         state_age_ms: 300,
         connected: true,
         alive: true,
@@ -131,9 +134,9 @@ fn reply() -> Status {
             rss_groups: vec![RssGroup { key: None, key_fingerprint: "377ecc6a".into(), servers: vec!["s1".into()] }],
             warnings: vec!["look".into()],
             members: vec![
-                member("s1", ServerState::Active),
-                member("s2", ServerState::Down),
-                member("s0", ServerState::Gone),
+                sample_member("s1", ServerState::Active),
+                sample_member("s2", ServerState::Down),
+                sample_member("s0", ServerState::Gone),
             ],
             check: Some("http".into()),
             when_all_down: "fail-open".into(),
@@ -153,18 +156,18 @@ fn reply() -> Status {
                 rss_matched: 97,
                 rss_mismatched: 3,
                 warnings: vec!["aRFS is on".into()],
-                dispatch: vec![dispatched()],
-                ..server(1, ServerState::Active, &[0.0, 0.3, 0.55, 1.2])
+                dispatch: vec![dispatched_service()],
+                ..sample_server(1, ServerState::Active, &[0.0, 0.3, 0.55, 1.2])
             },
             Server {
                 reports: ReportState::None,
                 state_reason: "lb1: connection refused".into(),
                 state_for_ms: Some(61_500),
                 vlan: Some(20),
-                ..server(2, ServerState::Down, &[])
+                ..sample_server(2, ServerState::Down, &[])
             },
         ],
-        load_balancers: vec![connected, load_balancer("lb2", 1)],
+        load_balancers: vec![connected_load_balancer, load_balancer("lb2", 1)],
         racks: vec![Rack {
             name: "rack1".into(),
             version: "0.1.0".into(),
@@ -175,7 +178,7 @@ fn reply() -> Status {
     }
 }
 
-fn member(server: &str, state: ServerState) -> ServiceMember {
+fn sample_member(server: &str, state: ServerState) -> ServiceMember {
     ServiceMember { server: server.into(), state, reason: String::new(), state_for_ms: None, checks: Vec::new() }
 }
 
@@ -225,35 +228,35 @@ load balancer lb2: lost
 cookie keys: key 1 stamps, for 1 h 0 min now
   rotation   by `coreward keys rotate`
 ";
-    assert_eq!(status::format_status(&reply(), Duration::from_secs(1_003_600)), expected);
+    assert_eq!(status::format_status(&sample_status(), Duration::from_secs(1_003_600)), expected);
 }
 
 /// Returns the lines of the text output about `lb1` in this state.
 fn load_balancer_lines(state: LoadBalancerState) -> String {
-    let mut reply = reply();
-    reply.load_balancers[0].state = Some(state);
-    let text = status::format_status(&reply, Duration::ZERO);
+    let mut status = sample_status();
+    status.load_balancers[0].state = Some(state);
+    let text = status::format_status(&status, Duration::ZERO);
     text.split("\n\n").find(|part| part.starts_with("load balancer lb1")).unwrap().to_owned()
 }
 
 #[test]
 fn load_balancer_without_configuration_or_table_is_not_ready() {
-    let before = LoadBalancerState {
+    let unconfigured = LoadBalancerState {
         table_generations: BTreeMap::new(),
         unresolved_servers: Vec::new(),
         configuration_generation: 0,
-        ..load_balancer_state()
+        ..sample_load_balancer_state()
     };
-    let configured = LoadBalancerState { configuration_generation: 3, ..before.clone() };
-    assert!(load_balancer_lines(before).contains("  ! no configuration of this controller is in force yet\n"));
-    assert!(load_balancer_lines(configured).contains("  ! no table is in force yet for web\n"));
-    assert!(!load_balancer_lines(load_balancer_state()).contains("in force yet"));
+    let configured_without_table = LoadBalancerState { configuration_generation: 3, ..unconfigured.clone() };
+    assert!(load_balancer_lines(unconfigured).contains("  ! no configuration of this controller is in force yet\n"));
+    assert!(load_balancer_lines(configured_without_table).contains("  ! no table is in force yet for web\n"));
+    assert!(!load_balancer_lines(sample_load_balancer_state()).contains("in force yet"));
 }
 
 #[test]
 fn status_is_printed_as_json() {
-    let json = serde_json::to_value(reply()).unwrap();
-    assert_eq!(serde_json::from_value::<Status>(json.clone()).unwrap(), reply());
+    let json = serde_json::to_value(sample_status()).unwrap();
+    assert_eq!(serde_json::from_value::<Status>(json.clone()).unwrap(), sample_status());
     assert_eq!(json["services"][0]["address"], "10.200.0.1:80/tcp");
     assert_eq!(json["servers"][0]["address"], "10.2.0.11");
     assert_eq!(json["racks"][0]["servers"][1], "s2");
@@ -285,7 +288,7 @@ fn explanation_is_printed_as_text() {
         core_load: core.map(|_| 0.25),
         eligible: n != 3,
     };
-    let reply = Explanation {
+    let explanation = Explanation {
         service: "web".into(),
         policy: "crossrss".into(),
         table_generation: 5,
@@ -296,7 +299,7 @@ fn explanation_is_printed_as_text() {
         outer_source_port: None,
         cookie_share: None,
     };
-    let question = Explain {
+    let request = Explain {
         vip: "10.200.0.1:80".parse().unwrap(),
         protocol: Protocol::Tcp,
         client: "10.1.0.7:40312".parse().unwrap(),
@@ -313,44 +316,50 @@ fn explanation_is_printed_as_text() {
 
 bucket 111 of 128 goes to s1: because.
 ";
-    assert_eq!(explain::format_explanation(&reply, &question), expected);
-    let reply = Explanation { forwarding: "gue".into(), outer_source_port: Some(50_123), ..reply };
-    let outer = "Forwarded by gue from source port 50123: NICs hash the outer header, so packets may arrive at \
+    assert_eq!(explain::format_explanation(&explanation, &request), expected);
+    let explanation = Explanation { forwarding: "gue".into(), outer_source_port: Some(50_123), ..explanation };
+    let outer_header_note = "Forwarded by gue from source port 50123: NICs hash the outer header, so packets may \
+                             arrive at \
                  another core.\n";
-    assert_eq!(explain::format_explanation(&reply, &question), expected.to_owned() + outer);
-    let reply = Explanation { forwarding: "l2".into(), outer_source_port: None, cookie_share: Some(0.9995), ..reply };
-    let mut in_vlan = reply.clone();
-    in_vlan.servers[0].vlan = Some(20);
-    let lines =
+    assert_eq!(explain::format_explanation(&explanation, &request), expected.to_owned() + outer_header_note);
+    let explanation =
+        Explanation { forwarding: "l2".into(), outer_source_port: None, cookie_share: Some(0.9995), ..explanation };
+    let mut explanation_in_vlan = explanation.clone();
+    explanation_in_vlan.servers[0].vlan = Some(20);
+    let vlan_and_cookie_notes =
         "Frames to s1 are in VLAN 20.\nLoad balancers decide 99.95 % of its established packets by the cookie.\n";
-    assert_eq!(explain::format_explanation(&in_vlan, &question), expected.to_owned() + lines);
-    let share = "Load balancers decide 99.95 % of its established packets by the cookie.\n";
-    assert_eq!(explain::format_explanation(&reply, &question), expected.to_owned() + share);
+    assert_eq!(
+        explain::format_explanation(&explanation_in_vlan, &request),
+        expected.to_owned() + vlan_and_cookie_notes
+    );
+    let cookie_note = "Load balancers decide 99.95 % of its established packets by the cookie.\n";
+    assert_eq!(explain::format_explanation(&explanation, &request), expected.to_owned() + cookie_note);
 }
 
 #[test]
-fn refused_connection_fails_the_check() {
+fn unreachable_controller_and_invalid_token_are_reported() {
     // A port that was free a moment ago, at an address of the loopback without another listener.
-    let address = std::net::TcpListener::bind("127.0.0.2:0").unwrap().local_addr().unwrap();
+    let closed_address = std::net::TcpListener::bind("127.0.0.2:0").unwrap().local_addr().unwrap();
     let directory = tempfile::tempdir().unwrap();
-    let token = directory.path().join("operator.token");
-    let error = Client::new(address.into(), &token).unwrap_err().to_string();
+    let token_path = directory.path().join("operator.token");
+    let error = Client::new(closed_address.into(), &token_path).unwrap_err().to_string();
     assert!(error.contains("No such file") && error.contains("--token-file"), "{error}");
     // An invalid header, or an unaddressed one, is not sent.
     for wrong in ["", "short", "two\nlines, 32 characters and more of it"] {
-        std::fs::write(&token, wrong).unwrap();
-        std::fs::set_permissions(&token, std::fs::Permissions::from_mode(0o600)).unwrap();
-        let error = Client::new(address.into(), &token).unwrap_err().to_string();
+        std::fs::write(&token_path, wrong).unwrap();
+        std::fs::set_permissions(&token_path, std::fs::Permissions::from_mode(0o600)).unwrap();
+        let error = Client::new(closed_address.into(), &token_path).unwrap_err().to_string();
         assert!(error.contains("operator.token holds no token: expected at least 32 characters"), "{error}");
     }
-    std::fs::remove_file(&token).unwrap();
+    std::fs::remove_file(&token_path).unwrap();
     coreward_http::tokens::Tokens::open(directory.path()).unwrap();
-    let client = Client::new(address.into(), &token).unwrap();
-    let error = super::status(&client, false, Format::Text).unwrap_err().to_string();
+    let client = Client::new(closed_address.into(), &token_path).unwrap();
+    let error = super::status(&client, false, OutputFormat::Text).unwrap_err().to_string();
     assert_eq!(
         error,
         format!(
-            "no controller answers at {address} (Connection refused (os error 111)): expected a running `coreward \
+            "no controller answers at {closed_address} (Connection refused (os error 111)): expected a running \
+             `coreward \
              controller` with this `api`"
         )
     );
@@ -359,11 +368,11 @@ fn refused_connection_fails_the_check() {
 #[test]
 fn draining_server_shows_its_remaining_connections() {
     let services = BTreeMap::from([("web".to_owned(), 10), ("api".to_owned(), 2)]);
-    let mut reply = reply();
-    reply.servers[0].drained = Some(Drained { by: DrainedBy::Command, since_unix_ms: None, services: Vec::new() });
-    let text = status::format_status(&reply, Duration::from_secs(1));
+    let mut status = sample_status();
+    status.servers[0].drained = Some(Drained { by: DrainedBy::Command, since_unix_ms: None, services: Vec::new() });
+    let text = status::format_status(&status, Duration::from_secs(1));
     assert!(text.contains("  s1: how many connections remain is not known\n"), "{text}");
-    reply.servers[0].connections = Some(CountedConnections { age_ms: 700, services });
-    let text = status::format_status(&reply, Duration::from_secs(1));
+    status.servers[0].connections = Some(CountedConnections { age_ms: 700, services });
+    let text = status::format_status(&status, Duration::from_secs(1));
     assert!(text.contains("  s1: 12 connections as counted 0.7 s ago (api 2, web 10)\n"), "{text}");
 }

@@ -15,7 +15,7 @@ pub extern "C" fn coreward_last_error() -> *const c_char {
 }
 
 /// Stores the text of the error, which [`coreward_last_error`] returns.
-pub(crate) fn set_error(error: impl Display) {
+pub(crate) fn set_last_error(error: impl Display) {
     let text = error.to_string().replace('\0', " ");
     LAST_ERROR.set(CString::new(text).unwrap_or_default());
 }
@@ -25,7 +25,7 @@ pub(crate) fn to_status_code(result: Result<(), impl Display>) -> c_int {
     match result {
         Ok(()) => 0,
         Err(error) => {
-            set_error(error);
+            set_last_error(error);
             -1
         }
     }
@@ -40,7 +40,7 @@ pub(crate) unsafe fn exclusive_ref<'a, T>(pointer: *mut T) -> Option<&'a mut T> 
     // SAFETY: by this function's contract.
     let object = unsafe { pointer.as_mut() };
     if object.is_none() {
-        set_error("a null pointer: expected an object of this library");
+        set_last_error("a null pointer: expected an object of this library");
     }
     object
 }
@@ -54,7 +54,7 @@ pub(crate) unsafe fn shared_ref<'a, T>(pointer: *const T) -> Option<&'a T> {
     // SAFETY: by this function's contract.
     let object = unsafe { pointer.as_ref() };
     if object.is_none() {
-        set_error("a null pointer: expected an object of this library");
+        set_last_error("a null pointer: expected an object of this library");
     }
     object
 }
@@ -64,7 +64,7 @@ pub(crate) unsafe fn shared_ref<'a, T>(pointer: *const T) -> Option<&'a T> {
 /// # Safety
 ///
 /// `pointer` is null or from [`Box::into_raw`], and is not used again.
-pub(crate) unsafe fn free<T>(pointer: *mut T) {
+pub(crate) unsafe fn free_box<T>(pointer: *mut T) {
     if !pointer.is_null() {
         // SAFETY: by this function's contract.
         drop(unsafe { Box::from_raw(pointer) });

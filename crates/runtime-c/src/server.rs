@@ -4,14 +4,14 @@ use std::ffi::{c_int, c_void};
 use std::ptr::{from_mut, null_mut};
 use std::time::Duration;
 
-use coreward_model::dispatch::{CoreAssignment, ReservedCores};
+use coreward_model::dispatch::{CoreAssignmentMode, ReservedCores};
 use coreward_runtime::RuntimeError;
-use coreward_runtime::allocation::CoreAllocator;
+use coreward_runtime::allocation::SharedCoreAllocator;
 use coreward_runtime::message::HintMessage;
 use coreward_runtime::serve::{self, Reply};
 use coreward_runtime::worker;
 
-use crate::call::{exclusive_ref, free, set_error, shared_ref};
+use crate::call::{exclusive_ref, free_box, set_last_error, shared_ref};
 use crate::worker::Worker;
 
 /// A request, valid until the handler returns.
@@ -54,7 +54,7 @@ pub const COREWARD_HYBRID: c_int = 2;
 /// Core allocation that the workers of a process share.
 #[derive(Debug)]
 pub struct Allocator {
-    allocator: CoreAllocator,
+    allocator: SharedCoreAllocator,
 }
 
 /// Options of `coreward_serve`. A field of 0 has its default.
@@ -92,16 +92,16 @@ pub struct ServeCounters {
 #[unsafe(no_mangle)]
 pub extern "C" fn coreward_allocator_new(assignment: c_int, cores: u16, reserved: u16) -> *mut Allocator {
     let assignment = match assignment {
-        COREWARD_COMPLETE_SHARE => CoreAssignment::CompleteShare,
-        COREWARD_DEDICATED => CoreAssignment::Dedicated,
-        COREWARD_HYBRID => CoreAssignment::Hybrid,
+        COREWARD_COMPLETE_SHARE => CoreAssignmentMode::CompleteShare,
+        COREWARD_DEDICATED => CoreAssignmentMode::Dedicated,
+        COREWARD_HYBRID => CoreAssignmentMode::Hybrid,
         other => {
-            set_error(format_args!("assignment {other}: expected 0 (share), 1 (dedicated) or 2 (hybrid)"));
+            set_last_error(format_args!("assignment {other}: expected 0 (share), 1 (dedicated) or 2 (hybrid)"));
             return null_mut();
         }
     };
     Box::into_raw(Box::new(Allocator {
-        allocator: CoreAllocator::new(assignment, cores, ReservedCores([reserved; 2])),
+        allocator: SharedCoreAllocator::new(assignment, cores, ReservedCores([reserved; 2])),
     }))
 }
 
@@ -109,7 +109,7 @@ pub extern "C" fn coreward_allocator_new(assignment: c_int, cores: u16, reserved
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_allocator_free(allocator: *mut Allocator) {
     // SAFETY: by the interface's contract.
-    unsafe { free(allocator) }
+    unsafe { free_box(allocator) }
 }
 
 /// Argument `user` of `coreward_serve`, which every call of the handler gets.
@@ -118,33 +118,39 @@ struct UserData(*mut c_void);
 // SAFETY: only the handler uses it, on the threads that the interface's contract names.
 unsafe impl Sync for UserData {}
 
-struct Callbacks<'a> {
+struct HandlerCallbacks<'a> {
     handler: unsafe extern "C" fn(*const Request, *mut u8, usize, *mut Context, *mut c_void) -> isize,
     user_data: UserData,
-    allocator: Option<&'a CoreAllocator>,
-    capacity: usize,
+    allocator: Option<&'a SharedCoreAllocator>,
+    response_capacity: usize,
 }
 
-impl serve::Handler for Callbacks<'_> {
+impl serve::Handler for HandlerCallbacks<'_> {
     fn handle(&self, request: &serve::Request<'_>, response: &mut Vec<u8>, context: &mut serve::Context<'_>) -> Reply {
-        let found = Request {
+        let c_request = Request {
             payload: request.payload.as_ptr(),
             length: request.payload.len(),
             client_address: request.client.ip().to_bits(),
             client_port: request.client.port(),
             service: request.service,
         };
-        response.reserve(self.capacity);
+        response.reserve(self.response_capacity);
         let mut context = context;
         let context = from_mut(&mut context).cast::<Context>();
         // SAFETY: the handler keeps to its contract, and `context` lives until it returns.
         let length = unsafe {
-            (self.handler)(&raw const found, response.as_mut_ptr(), self.capacity, context, self.user_data.0)
+            (self.handler)(
+                &raw const c_request,
+                response.as_mut_ptr(),
+                self.response_capacity,
+                context,
+                self.user_data.0,
+            )
         };
         let Ok(length) = usize::try_from(length) else { return Reply::Nothing };
         // SAFETY: the handler has written so many bytes; of a longer response only the capacity's.
-        unsafe { response.set_len(length.min(self.capacity)) };
-        if length > self.capacity { Reply::Nothing } else { Reply::Send }
+        unsafe { response.set_len(length.min(self.response_capacity)) };
+        if length > self.response_capacity { Reply::Nothing } else { Reply::Send }
     }
 
     fn load_hint(&self, hint: HintMessage, worker: &mut worker::Worker<'_>) -> Result<(), RuntimeError> {
@@ -178,7 +184,7 @@ pub unsafe extern "C" fn coreward_serve(
     // SAFETY: by the interface's contract.
     let Some(worker) = (unsafe { exclusive_ref(worker) }) else { return -1 };
     let Some(handler) = handler else {
-        set_error("a null pointer: expected a handler");
+        set_last_error("a null pointer: expected a handler");
         return -1;
     };
     // SAFETY: by the interface's contract.
@@ -187,39 +193,48 @@ pub unsafe extern "C" fn coreward_serve(
     // SAFETY: by the interface's contract.
     let allocator = allocator.and_then(|allocator| unsafe { shared_ref(allocator) }).map(|shared| &shared.allocator);
     let Worker { worker, shared } = worker;
-    let capacity = shared.payload_bytes();
-    let functions = Callbacks { handler, user_data: UserData(user), allocator, capacity };
-    let attached = allocator.map_or(Ok(()), |allocator| allocator.attach(worker));
+    let response_capacity = shared.payload_bytes();
+    let callbacks = HandlerCallbacks { handler, user_data: UserData(user), allocator, response_capacity };
+    let attach_result = allocator.map_or(Ok(()), |allocator| allocator.enable_assigned_services(worker));
     let timer_ns = options.map_or(0, |options| options.timer_ns);
-    let (options, stop) = (serve_options(options), &shared.stop);
-    let served = attached.and_then(|()| match timer_ns {
-        0 => worker.serve(&functions, options, stop),
-        _ => worker.serve_with_timer(&functions, options, Duration::from_nanos(timer_ns), stop),
+    let (options, stop) = (options_or_defaults(options), &shared.stop_requested);
+    let result = attach_result.and_then(|()| match timer_ns {
+        0 => worker.serve(&callbacks, options, stop),
+        _ => worker.serve_with_timer(&callbacks, options, Duration::from_nanos(timer_ns), stop),
     });
-    match served {
+    match result {
         Ok(found) => {
             // SAFETY: by the interface's contract.
             if let Some(place) = unsafe { counters.as_mut() } {
-                let serve::ServeCounters { served, preempting, too_long } = found;
+                let serve::ServeCounters {
+                    served_requests: served,
+                    preempting_requests: preempting,
+                    oversized_responses: too_long,
+                } = found;
                 *place = ServeCounters { served, preempting, too_long };
             }
             0
         }
         Err(error) => {
-            set_error(error);
+            set_last_error(error);
             -1
         }
     }
 }
 
-fn serve_options(options: Option<&ServeOptions>) -> serve::ServeOptions {
+fn options_or_defaults(options: Option<&ServeOptions>) -> serve::ServeOptions {
     let default = serve::ServeOptions::default();
     let Some(options) = options else { return default };
-    let time = |nanoseconds, default| if nanoseconds == 0 { default } else { Duration::from_nanos(nanoseconds) };
+    let duration_or_default =
+        |nanoseconds, default| if nanoseconds == 0 { default } else { Duration::from_nanos(nanoseconds) };
     serve::ServeOptions {
-        quantum: time(options.quantum_ns, default.quantum),
-        spin: time(options.spin_ns, default.spin),
-        sleep: time(options.sleep_ns, default.sleep),
-        feedback_batch: if options.feedback_batch == 0 { default.feedback_batch } else { options.feedback_batch },
+        quantum: duration_or_default(options.quantum_ns, default.quantum),
+        spin_time: duration_or_default(options.spin_ns, default.spin_time),
+        sleep: duration_or_default(options.sleep_ns, default.sleep),
+        max_feedback_batch: if options.feedback_batch == 0 {
+            default.max_feedback_batch
+        } else {
+            options.feedback_batch
+        },
     }
 }

@@ -14,7 +14,7 @@ use coreward_runtime::RuntimeError;
 use coreward_runtime::message::HintTrigger;
 use coreward_runtime::worker::{self, TakenRequest};
 
-use crate::call::{exclusive_ref, free, set_error, shared_ref, to_status_code};
+use crate::call::{exclusive_ref, free_box, set_last_error, shared_ref, to_status_code};
 
 /// A process that serves requests. It holds the registrations of its services.
 #[derive(Debug)]
@@ -25,12 +25,12 @@ pub struct Runtime {
 #[derive(Debug)]
 pub(crate) struct SharedRuntime {
     runtime: worker::Runtime,
-    pub stop: AtomicBool,
+    pub stop_requested: AtomicBool,
 }
 
 impl SharedRuntime {
     pub fn payload_bytes(&self) -> usize {
-        self.runtime.payload_bytes()
+        self.runtime.max_payload_bytes()
     }
 }
 
@@ -62,18 +62,18 @@ pub struct Hint {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_connect(path: *const c_char) -> *mut Runtime {
     if path.is_null() {
-        set_error("a null pointer: expected the path of an orchestrator's memory");
+        set_last_error("a null pointer: expected the path of an orchestrator's memory");
         return null_mut();
     }
     // SAFETY: by the interface's contract.
     let path = Path::new(OsStr::from_bytes(unsafe { CStr::from_ptr(path) }.to_bytes()));
     match worker::Runtime::connect(path) {
         Ok(runtime) => {
-            let shared = Arc::new(SharedRuntime { runtime, stop: AtomicBool::new(false) });
+            let shared = Arc::new(SharedRuntime { runtime, stop_requested: AtomicBool::new(false) });
             Box::into_raw(Box::new(Runtime { shared }))
         }
         Err(error) => {
-            set_error(error);
+            set_last_error(error);
             null_mut()
         }
     }
@@ -83,7 +83,7 @@ pub unsafe extern "C" fn coreward_connect(path: *const c_char) -> *mut Runtime {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_runtime_free(runtime: *mut Runtime) {
     // SAFETY: by the interface's contract.
-    unsafe { free(runtime) }
+    unsafe { free_box(runtime) }
 }
 
 /// Ends `coreward_serve` of all workers of the runtime. May be called in a signal handler.
@@ -91,7 +91,7 @@ pub unsafe extern "C" fn coreward_runtime_free(runtime: *mut Runtime) {
 pub unsafe extern "C" fn coreward_stop(runtime: *const Runtime) {
     // SAFETY: by the interface's contract.
     if let Some(runtime) = unsafe { runtime.as_ref() } {
-        runtime.shared.stop.store(true, Relaxed);
+        runtime.shared.stop_requested.store(true, Relaxed);
     }
 }
 
@@ -106,7 +106,7 @@ pub unsafe extern "C" fn coreward_cores(runtime: *const Runtime) -> u16 {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_payload_bytes(runtime: *const Runtime) -> usize {
     // SAFETY: by the interface's contract.
-    unsafe { shared_ref(runtime) }.map_or(0, |runtime| runtime.shared.runtime.payload_bytes())
+    unsafe { shared_ref(runtime) }.map_or(0, |runtime| runtime.shared.runtime.max_payload_bytes())
 }
 
 /// Returns the number of services of the orchestrator; 0 for null.
@@ -140,10 +140,10 @@ pub unsafe extern "C" fn coreward_worker_new(runtime: *const Runtime, core: u16)
     let shared = runtime.shared.clone();
     // SAFETY: the reference counter keeps the runtime in its place until the worker has been dropped.
     let runtime: &'static SharedRuntime = unsafe { &*Arc::as_ptr(&shared) };
-    match runtime.runtime.worker(core) {
+    match runtime.runtime.attach_worker(core) {
         Ok(worker) => Box::into_raw(Box::new(Worker { worker, shared })),
         Err(error) => {
-            set_error(error);
+            set_last_error(error);
             null_mut()
         }
     }
@@ -153,7 +153,7 @@ pub unsafe extern "C" fn coreward_worker_new(runtime: *const Runtime, core: u16)
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_worker_free(worker: *mut Worker) {
     // SAFETY: by the interface's contract.
-    unsafe { free(worker) }
+    unsafe { free_box(worker) }
 }
 
 /// Calls `call` with the worker that the pointer points to. Fails when the pointer is null.
@@ -190,7 +190,7 @@ pub unsafe extern "C" fn coreward_load_feedback(worker: *mut Worker, service: u8
 /// Enables hints to scale a service up (EnableLoadMonitor): when one request waits at two checks, `epoch_ns` apart.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_enable_scale_up(worker: *mut Worker, service: u8, epoch_ns: u64) -> c_int {
-    let Some(epoch) = epoch(epoch_ns) else { return -1 };
+    let Some(epoch) = epoch_from_nanoseconds(epoch_ns) else { return -1 };
     // SAFETY: by the interface's contract.
     unsafe {
         with_worker(worker, |worker| {
@@ -209,16 +209,20 @@ pub unsafe extern "C" fn coreward_enable_scale_down(
     threshold: u64,
     calm_epochs: u32,
 ) -> c_int {
-    let Some(epoch) = epoch(epoch_ns) else { return -1 };
-    let trigger = HintTrigger::ScaleDown(ScaleDownCondition { epoch, threshold, calm_epochs });
+    let Some(epoch) = epoch_from_nanoseconds(epoch_ns) else { return -1 };
+    let trigger = HintTrigger::ScaleDown(ScaleDownCondition {
+        epoch,
+        max_calm_queue_length: threshold,
+        required_calm_epochs: calm_epochs,
+    });
     // SAFETY: by the interface's contract.
     unsafe { with_worker(worker, |worker| worker.enable_load_monitor(service, trigger)) }
 }
 
-fn epoch(nanoseconds: u64) -> Option<Epoch> {
+fn epoch_from_nanoseconds(nanoseconds: u64) -> Option<Epoch> {
     let epoch = NonZeroU64::new(nanoseconds).map(Epoch::new);
     if epoch.is_none() {
-        set_error("an epoch of 0 ns: expected 1 ns or more");
+        set_last_error("an epoch of 0 ns: expected 1 ns or more");
     }
     epoch
 }
@@ -261,13 +265,13 @@ pub unsafe extern "C" fn coreward_take_request(
         Ok(found) => {
             *error = 0;
             let Some(request) = found else { return null_mut() };
-            let taken = Box::new(OwnedRequest { request });
-            (*service, *payload) = (taken.request.service(), taken.request.payload.as_ptr());
-            *length = taken.request.payload.len();
-            Box::into_raw(taken)
+            let owned_request = Box::new(OwnedRequest { request });
+            (*service, *payload) = (owned_request.request.service(), owned_request.request.payload.as_ptr());
+            *length = owned_request.request.payload.len();
+            Box::into_raw(owned_request)
         }
         Err(found) => {
-            set_error(found);
+            set_last_error(found);
             null_mut()
         }
     }
@@ -297,5 +301,5 @@ pub unsafe extern "C" fn coreward_respond(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_taken_free(request: *mut OwnedRequest) {
     // SAFETY: by the interface's contract.
-    unsafe { free(request) }
+    unsafe { free_box(request) }
 }

@@ -2,47 +2,49 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use coreward_model::dispatch::{CoreAllocation, CoreAssignment, ReservedCores};
+use coreward_model::dispatch::{CoreAllocator, CoreAssignmentMode, ReservedCores};
 
 use crate::error::RuntimeError;
 use crate::message::HintMessage;
 use crate::worker::Worker;
 
 /// Number of services among which cores are allocated; service 0 has priority.
-pub const ALLOCATED_SERVICES: u8 = 2;
+pub const ALLOCATED_SERVICE_COUNT: u8 = 2;
 
 /// Allocator of cores to services, shared by the workers of a process (RingLeader, NSDI'23, Sect. 4.4). It runs on the
-/// core that receives a hint. Its decisions are those of [`CoreAllocation`].
+/// core that receives a hint. Its decisions are those of [`CoreAllocator`].
 #[derive(Debug)]
-pub struct CoreAllocator {
-    allocation: Mutex<CoreAllocation>,
+pub struct SharedCoreAllocator {
+    allocation: Mutex<CoreAllocator>,
 }
 
-impl CoreAllocator {
+impl SharedCoreAllocator {
     /// Returns an allocator with the initial assignment of `cores` cores.
-    pub fn new(assignment: CoreAssignment, cores: u16, reserved: ReservedCores) -> Self {
-        Self { allocation: Mutex::new(CoreAllocation::new(assignment, cores, reserved)) }
+    pub fn new(assignment: CoreAssignmentMode, cores: u16, reserved: ReservedCores) -> Self {
+        Self { allocation: Mutex::new(CoreAllocator::new(assignment, cores, reserved)) }
     }
 
-    fn allocation(&self) -> MutexGuard<'_, CoreAllocation> {
+    fn lock_allocation(&self) -> MutexGuard<'_, CoreAllocator> {
         self.allocation.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Enables the services that are currently assigned to the core of a new worker.
-    pub fn attach(&self, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
-        let allocation = self.allocation();
+    pub fn enable_assigned_services(&self, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
+        let allocation = self.lock_allocation();
         let core = worker.core();
-        let runs = |service: &u8| allocation.is_running(*service, core);
-        (0..ALLOCATED_SERVICES).filter(runs).try_for_each(|service| worker.enable_service(service, core))
+        let is_assigned = |service: &u8| allocation.is_running(*service, core);
+        (0..ALLOCATED_SERVICE_COUNT).filter(is_assigned).try_for_each(|service| worker.enable_service(service, core))
     }
 
     /// Acts on a hint to the worker: enables or disables services on a core, then rearms the load monitor.
     pub fn apply_hint(&self, hint: HintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
-        if hint.service < ALLOCATED_SERVICES {
-            let other_waits = hint.waiting_services >> (1 - hint.service) & 1 == 1;
-            let mut allocation = self.allocation();
+        if hint.service < ALLOCATED_SERVICE_COUNT {
+            let has_other_waiting_requests = hint.waiting_services >> (1 - hint.service) & 1 == 1;
+            let mut allocation = self.lock_allocation();
             for change in
-                allocation.apply_hint(hint.service, hint.hint, other_waits, |service, core| worker.load(service, core))
+                allocation.apply_load_hint(hint.service, hint.hint, has_other_waiting_requests, |service, core| {
+                    worker.load(service, core)
+                })
             {
                 if change.is_running {
                     worker.enable_service(change.service, change.core)?;

@@ -9,7 +9,7 @@ use crate::error::RuntimeError;
 use crate::layout::{Geometry, MESSAGE_RING_SLOTS, RawMessage, SEQUENCE_BYTES, SlotHeader};
 use crate::message::{HintMessage, Message};
 use crate::ring::{Consumer, DamagedCursor, Producer};
-use crate::segment::{LockByte, Segment, ServiceEntry};
+use crate::segment::{LivenessLock, ServiceEntry, SharedSegment};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestHeader {
@@ -29,13 +29,13 @@ pub struct ResponseHeader {
     pub completed_count: u32,
 }
 
-pub(crate) fn client_address(slot: &SlotHeader) -> SocketAddrV4 {
-    SocketAddrV4::new(Ipv4Addr::from(slot.address), slot.port)
+pub(crate) fn client_of_slot(slot: &SlotHeader) -> SocketAddrV4 {
+    SocketAddrV4::new(Ipv4Addr::from(slot.address), slot.client_port)
 }
 
 /// Returns the free slot of a core's ring, or an error if the ring is full or damaged.
 #[inline]
-pub(crate) fn slot_or_error(
+pub(crate) fn require_free_slot(
     slot: Result<Option<u32>, DamagedCursor>,
     core: u16,
     ring: &'static str,
@@ -45,33 +45,35 @@ pub(crate) fn slot_or_error(
 
 #[derive(Debug)]
 pub struct CoreQueues {
-    segment: Segment,
-    rings: Vec<Rings>,
+    segment: SharedSegment,
+    rings_by_core: Vec<CoreRings>,
 }
 
 #[derive(Debug)]
-struct Rings {
+struct CoreRings {
     /// Number of the worker that was accepted last, or 0 if there was none.
-    worker_number: u32,
-    requests: Vec<Producer>,
-    hints: Producer,
-    responses: Consumer,
-    messages: Consumer,
+    accepted_worker_number: u32,
+    request_producers: Vec<Producer>,
+    hint_producer: Producer,
+    response_consumer: Consumer,
+    message_consumer: Consumer,
 }
 
 impl CoreQueues {
     /// Creates the memory at `path`, without workers. `services` are numbered by their position. Fails when a size or a
     /// priority is out of range, another orchestrator uses the path, or the file cannot be created.
     pub fn create(path: &Path, geometry: Geometry, services: &[ServiceEntry]) -> Result<Self, RuntimeError> {
-        let segment = Segment::create(path, geometry, services)?;
-        let rings = (0..geometry.core_count).map(|_| Rings {
-            worker_number: 0,
-            requests: (0..geometry.priority_count).map(|_| Producer::new(geometry.slots, 0)).collect(),
-            hints: Producer::new(MESSAGE_RING_SLOTS, 0),
-            responses: Consumer::new(geometry.response_slots(), 0),
-            messages: Consumer::new(MESSAGE_RING_SLOTS, 0),
+        let segment = SharedSegment::create(path, geometry, services)?;
+        let rings_by_core = (0..geometry.core_count).map(|_| CoreRings {
+            accepted_worker_number: 0,
+            request_producers: (0..geometry.priority_count)
+                .map(|_| Producer::new(geometry.slots_per_queue, 0))
+                .collect(),
+            hint_producer: Producer::new(MESSAGE_RING_SLOTS, 0),
+            response_consumer: Consumer::new(geometry.response_slot_count(), 0),
+            message_consumer: Consumer::new(MESSAGE_RING_SLOTS, 0),
         });
-        Ok(Self { rings: rings.collect(), segment })
+        Ok(Self { rings_by_core: rings_by_core.collect(), segment })
     }
 
     /// Returns the sizes of the parts of the shared memory.
@@ -82,43 +84,51 @@ impl CoreQueues {
     /// Returns whether the core has a living worker. Makes a system call.
     pub fn has_worker(&self, core: u16) -> bool {
         // If the lock cannot be read the worker stays: its requests are not lost without proof.
-        self.segment.is_locked(LockByte::Core(core)).unwrap_or(true)
+        self.segment.is_locked(LivenessLock::Core(core)).unwrap_or(true)
     }
 
     #[inline]
     pub fn has_new_worker(&self, core: u16) -> bool {
         self.segment.core_cursors(core).worker_tails.worker_number.load(Acquire)
-            != self.rings[usize::from(core)].worker_number
+            != self.rings_by_core[usize::from(core)].accepted_worker_number
     }
 
     /// Accepts the new worker of a core. Discards the messages of the previous worker, and the requests that it has not
     /// answered.
     pub fn accept_worker(&mut self, core: u16) {
-        let lines = self.segment.core_cursors(core);
-        let rings = &mut self.rings[usize::from(core)];
+        let core_cursors = self.segment.core_cursors(core);
+        let core_rings = &mut self.rings_by_core[usize::from(core)];
         let geometry = &self.segment.geometry;
-        let adopt = |own: &AtomicU32, other: &AtomicU32| {
+        let adopt_position = |own: &AtomicU32, other: &AtomicU32| {
             let position = other.load(Acquire);
             own.store(position, Release);
             position
         };
-        let (tails, heads) = (&lines.orchestrator_tails, &lines.orchestrator_heads);
-        for (priority, producer) in (0..).zip(&mut rings.requests) {
-            let index = usize::from(priority);
-            *producer = Producer::new(geometry.slots, adopt(&tails.data[index], &lines.worker_heads.data[index]));
+        let (tails, heads) = (&core_cursors.orchestrator_tails, &core_cursors.orchestrator_heads);
+        for (priority, producer) in (0..).zip(&mut core_rings.request_producers) {
+            let priority_index = usize::from(priority);
+            *producer = Producer::new(
+                geometry.slots_per_queue,
+                adopt_position(
+                    &tails.data_tails[priority_index],
+                    &core_cursors.worker_heads.data_heads[priority_index],
+                ),
+            );
             producer.clear(|slot| self.segment.sequence(geometry.request_offset(core, priority, slot)));
         }
-        rings.hints = Producer::new(MESSAGE_RING_SLOTS, adopt(&tails.messages, &lines.worker_heads.messages));
-        rings.hints.clear(|slot| self.segment.sequence(geometry.downlink_message_offset(core, slot)));
-        let responses = adopt(&heads.data[0], &lines.worker_tails.data[0]);
-        rings.responses = Consumer::new(geometry.response_slots(), responses);
-        rings.messages = Consumer::new(MESSAGE_RING_SLOTS, adopt(&heads.messages, &lines.worker_tails.messages));
-        rings.worker_number = lines.worker_tails.worker_number.load(Acquire);
-        tails.worker_number.store(rings.worker_number, Release);
+        core_rings.hint_producer =
+            Producer::new(MESSAGE_RING_SLOTS, adopt_position(&tails.messages, &core_cursors.worker_heads.messages));
+        core_rings.hint_producer.clear(|slot| self.segment.sequence(geometry.downlink_message_offset(core, slot)));
+        let response_position = adopt_position(&heads.data_heads[0], &core_cursors.worker_tails.data_tails[0]);
+        core_rings.response_consumer = Consumer::new(geometry.response_slot_count(), response_position);
+        core_rings.message_consumer =
+            Consumer::new(MESSAGE_RING_SLOTS, adopt_position(&heads.messages, &core_cursors.worker_tails.messages));
+        core_rings.accepted_worker_number = core_cursors.worker_tails.worker_number.load(Acquire);
+        tails.worker_number.store(core_rings.accepted_worker_number, Release);
     }
 
     /// Releases the core. A living worker notices this at its next check.
-    pub fn release(&mut self, core: u16) {
+    pub fn release_core(&mut self, core: u16) {
         self.segment.core_cursors(core).orchestrator_tails.worker_number.store(0, Release);
     }
 
@@ -132,40 +142,44 @@ impl CoreQueues {
         header: &RequestHeader,
         payload: &[u8],
     ) -> Result<(), RuntimeError> {
-        let Self { segment, rings } = self;
+        let Self { segment, rings_by_core: rings } = self;
         let geometry = &segment.geometry;
-        let (length, limit) = (payload.len(), geometry.payload_bytes());
+        let (length, limit) = (payload.len(), geometry.max_payload_bytes());
         if length > limit {
             return Err(RuntimeError::TooLong { length, limit });
         }
-        let Some(producer) = rings[usize::from(core)].requests.get_mut(usize::from(priority)) else {
+        let Some(producer) = rings[usize::from(core)].request_producers.get_mut(usize::from(priority)) else {
             return Err(RuntimeError::PriorityOutOfRange { priority, last: geometry.priority_count - 1 });
         };
-        let lines = segment.core_cursors(core);
-        let slot =
-            slot_or_error(producer.free_slot(&lines.worker_heads.data[usize::from(priority)]), core, "requests")?;
+        let core_cursors = segment.core_cursors(core);
+        let free_slot = require_free_slot(
+            producer.free_slot(&core_cursors.worker_heads.data_heads[usize::from(priority)]),
+            core,
+            "requests",
+        )?;
         let header = SlotHeader {
             address: (*header.client.ip()).into(),
-            port: header.client.port(),
+            client_port: header.client.port(),
             service: header.service.into(),
             length: length as u32,
             completed_count: 0,
             arrived_ns: header.arrived_ns,
         };
-        let offset = geometry.request_offset(core, priority, slot);
-        segment.write_slot(offset, header, payload);
-        producer.publish(segment.sequence(offset), &lines.orchestrator_tails.data[usize::from(priority)]);
+        let slot_offset = geometry.request_offset(core, priority, free_slot);
+        segment.write_slot(slot_offset, header, payload);
+        producer
+            .publish(segment.sequence(slot_offset), &core_cursors.orchestrator_tails.data_tails[usize::from(priority)]);
         Ok(())
     }
 
     /// Sends a hint to the worker of the core. Fails when the ring is full or damaged.
     pub fn send_hint(&mut self, core: u16, hint: HintMessage) -> Result<(), RuntimeError> {
-        let lines = self.segment.core_cursors(core);
-        let producer = &mut self.rings[usize::from(core)].hints;
-        let slot = slot_or_error(producer.free_slot(&lines.worker_heads.messages), core, "hints")?;
-        let offset = self.segment.geometry.downlink_message_offset(core, slot);
-        self.segment.write_message(offset, hint.into());
-        producer.publish(self.segment.sequence(offset), &lines.orchestrator_tails.messages);
+        let core_cursors = self.segment.core_cursors(core);
+        let hint_producer = &mut self.rings_by_core[usize::from(core)].hint_producer;
+        let free_slot = require_free_slot(hint_producer.free_slot(&core_cursors.worker_heads.messages), core, "hints")?;
+        let message_offset = self.segment.geometry.downlink_message_offset(core, free_slot);
+        self.segment.write_message(message_offset, hint.into());
+        hint_producer.publish(self.segment.sequence(message_offset), &core_cursors.orchestrator_tails.messages);
         Ok(())
     }
 
@@ -178,57 +192,62 @@ impl CoreQueues {
         limit: usize,
         mut receive: impl FnMut(ResponseHeader, Option<&[u8]>),
     ) -> usize {
-        let Self { segment, rings } = self;
-        let (lines, consumer) = (segment.core_cursors(core), &mut rings[usize::from(core)].responses);
-        let mut received = 0;
-        while received < limit
+        let Self { segment, rings_by_core: rings } = self;
+        let (lines, consumer) = (segment.core_cursors(core), &mut rings[usize::from(core)].response_consumer);
+        let mut received_count = 0;
+        while received_count < limit
             && let Some(slot) =
                 consumer.oldest_slot(|slot| segment.sequence(segment.geometry.response_offset(core, slot)))
         {
             let (header, payload) = segment.read_slot(segment.geometry.response_offset(core, slot));
-            let service = u8::try_from(header.service).unwrap_or(u8::MAX);
+            let service_number = u8::try_from(header.service).unwrap_or(u8::MAX);
             receive(
-                ResponseHeader { client: client_address(&header), service, completed_count: header.completed_count },
+                ResponseHeader {
+                    client: client_of_slot(&header),
+                    service: service_number,
+                    completed_count: header.completed_count,
+                },
                 payload,
             );
             consumer.advance();
-            consumer.publish(&lines.orchestrator_heads.data[0]);
-            received += 1;
+            consumer.publish(&lines.orchestrator_heads.data_heads[0]);
+            received_count += 1;
         }
-        received
+        received_count
     }
 
     /// Receives up to `limit` messages of the core, and returns their number. A message of unknown kind is passed as
     /// `None`.
     #[inline]
     pub fn receive_messages(&mut self, core: u16, limit: usize, mut receive: impl FnMut(Option<Message>)) -> usize {
-        let Self { segment, rings } = self;
-        let (lines, consumer) = (segment.core_cursors(core), &mut rings[usize::from(core)].messages);
-        let mut received = 0;
-        while received < limit
+        let Self { segment, rings_by_core: rings } = self;
+        let (lines, consumer) = (segment.core_cursors(core), &mut rings[usize::from(core)].message_consumer);
+        let mut received_count = 0;
+        while received_count < limit
             && let Some(slot) =
                 consumer.oldest_slot(|slot| segment.sequence(segment.geometry.uplink_message_offset(core, slot)))
         {
             receive(segment.read_message(segment.geometry.uplink_message_offset(core, slot)).message());
             consumer.advance();
-            received += 1;
+            received_count += 1;
         }
-        if received > 0 {
+        if received_count > 0 {
             consumer.publish(&lines.orchestrator_heads.messages);
         }
-        received
+        received_count
     }
 }
 
-impl Segment {
+impl SharedSegment {
     /// Writes a slot, which must belong to this side. The payload must fit the slot.
     #[inline]
     pub(crate) fn write_slot(&self, offset: usize, header: SlotHeader, payload: &[u8]) {
-        let start: *mut SlotHeader = self.slot(offset + SEQUENCE_BYTES, size_of::<SlotHeader>() + payload.len());
+        let header_pointer: *mut SlotHeader =
+            self.slot_pointer(offset + SEQUENCE_BYTES, size_of::<SlotHeader>() + payload.len());
         // SAFETY: inside the mapping and aligned (`Segment::slot`); only this side accesses an unpublished slot.
         unsafe {
-            start.write(header);
-            start.add(1).cast::<u8>().copy_from_nonoverlapping(payload.as_ptr(), payload.len());
+            header_pointer.write(header);
+            header_pointer.add(1).cast::<u8>().copy_from_nonoverlapping(payload.as_ptr(), payload.len());
         }
     }
 
@@ -236,26 +255,27 @@ impl Segment {
     /// payload must not be used after the slot was returned.
     #[inline]
     pub(crate) fn read_slot<'a>(&self, offset: usize) -> (SlotHeader, Option<&'a [u8]>) {
-        let bytes = self.geometry.slot_bytes as usize - SEQUENCE_BYTES;
-        let start: *mut SlotHeader = self.slot(offset + SEQUENCE_BYTES, bytes);
+        let accessible_bytes = self.geometry.slot_bytes as usize - SEQUENCE_BYTES;
+        let header_pointer: *mut SlotHeader = self.slot_pointer(offset + SEQUENCE_BYTES, accessible_bytes);
         // SAFETY: inside the mapping and aligned (`Segment::slot`); any bit pattern is a header.
-        let header = unsafe { start.read() };
-        let length = header.length as usize;
-        let fits = length <= self.geometry.payload_bytes();
+        let header = unsafe { header_pointer.read() };
+        let payload_length = header.length as usize;
+        let is_in_range = payload_length <= self.geometry.max_payload_bytes();
         // SAFETY: inside the slot, which no other side writes until it is returned.
-        let payload = fits.then(|| unsafe { std::slice::from_raw_parts(start.add(1).cast::<u8>(), length) });
+        let payload = is_in_range
+            .then(|| unsafe { std::slice::from_raw_parts(header_pointer.add(1).cast::<u8>(), payload_length) });
         (header, payload)
     }
 
     #[inline]
     pub(crate) fn write_message(&self, offset: usize, message: RawMessage) {
         // SAFETY: as in `write_slot`.
-        unsafe { self.slot::<RawMessage>(offset + SEQUENCE_BYTES, size_of::<RawMessage>()).write(message) }
+        unsafe { self.slot_pointer::<RawMessage>(offset + SEQUENCE_BYTES, size_of::<RawMessage>()).write(message) }
     }
 
     #[inline]
     pub(crate) fn read_message(&self, offset: usize) -> RawMessage {
         // SAFETY: as in `read_slot`.
-        unsafe { self.slot::<RawMessage>(offset + SEQUENCE_BYTES, size_of::<RawMessage>()).read() }
+        unsafe { self.slot_pointer::<RawMessage>(offset + SEQUENCE_BYTES, size_of::<RawMessage>()).read() }
     }
 }

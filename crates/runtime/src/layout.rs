@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 use coreward_model::dispatch::MAX_SERVICES;
 
 /// Magic number in the first bytes of the shared memory, by which its file is recognised.
-pub(crate) const MAGIC: u64 = u64::from_le_bytes(*b"coreward");
+pub(crate) const MEMORY_MAGIC: u64 = u64::from_le_bytes(*b"coreward");
 /// Version of this memory layout. Memory with another version is rejected.
 pub const LAYOUT_VERSION: u32 = 2;
 /// Size of a cache line in bytes, to which all parts are aligned.
@@ -24,7 +24,7 @@ pub(crate) const CACHE_LINE_BYTES: usize = 64;
 pub const MAX_PRIORITIES: u8 = 8;
 pub const MAX_CORES: u16 = 256;
 /// Maximum number of requests in the queue of one core and priority.
-pub const MAX_SLOTS: u32 = 1024;
+pub const MAX_QUEUE_SLOTS: u32 = 1024;
 /// Maximum size of a slot in bytes, which the largest UDP payload fits.
 pub const MAX_SLOT_BYTES: u32 = 1 << 16;
 /// Size of the sequence number of a slot or message in bytes, which keeps the following data aligned.
@@ -40,12 +40,12 @@ pub(crate) struct SegmentHeader {
     pub magic: AtomicU64,
     pub layout_version: AtomicU32,
     /// Id of the user of the orchestrator and of all workers.
-    pub owner: AtomicU32,
+    pub owner_user_id: AtomicU32,
     pub segment_bytes: AtomicU64,
     pub cores: AtomicU32,
     pub services: AtomicU32,
-    pub priorities: AtomicU32,
-    pub slots: AtomicU32,
+    pub priority_count: AtomicU32,
+    pub slots_per_queue: AtomicU32,
     pub slot_bytes: AtomicU32,
 }
 
@@ -62,7 +62,7 @@ pub(crate) struct ServiceRecord {
 #[repr(C, align(64))]
 pub(crate) struct RingTails {
     /// Tails of the request rings by priority; in the worker's line, the first is the tail of the response ring.
-    pub data: [AtomicU32; MAX_PRIORITIES as usize],
+    pub data_tails: [AtomicU32; MAX_PRIORITIES as usize],
     pub messages: AtomicU32,
     /// In the worker's cache line, the number of the worker at this core, from 1; in the orchestrator's, that of the
     /// last accepted worker. The cursors of a worker continue from those of the previous one.
@@ -73,7 +73,7 @@ pub(crate) struct RingTails {
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub(crate) struct RingHeads {
-    pub data: [AtomicU32; MAX_PRIORITIES as usize],
+    pub data_heads: [AtomicU32; MAX_PRIORITIES as usize],
     pub messages: AtomicU32,
 }
 
@@ -92,7 +92,7 @@ pub(crate) struct CoreCursors {
 pub(crate) struct SlotHeader {
     /// IPv4 address of the client.
     pub address: u32,
-    pub port: u16,
+    pub client_port: u16,
     pub service: u16,
     pub length: u32,
     /// Number of requests of the service that a response completes.
@@ -120,7 +120,7 @@ pub struct Geometry {
     /// Number of priorities; 1 to [`MAX_PRIORITIES`].
     pub priority_count: u8,
     /// Number of requests in the queue of one core and priority: a power of two up to [`MAX_QUEUE_SLOTS`].
-    pub slots: u32,
+    pub slots_per_queue: u32,
     /// Size of a slot in bytes: a multiple of 64 from 64 to [`MAX_SLOT_BYTES`].
     pub slot_bytes: u32,
 }
@@ -137,45 +137,45 @@ pub struct GeometryError {
 impl Geometry {
     /// Checks the sizes. Fails when one is out of range.
     pub fn check(&self) -> Result<(), GeometryError> {
-        let error = |name, value, expected| Err(GeometryError { name, value, expected });
+        let size_error = |name, value, expected| Err(GeometryError { name, value, expected });
         if !(1..=MAX_CORES).contains(&self.core_count) {
-            return error("cores", self.core_count.into(), "1 to 256");
+            return size_error("cores", self.core_count.into(), "1 to 256");
         }
         if !(1..=MAX_PRIORITIES).contains(&self.priority_count) {
-            return error("priorities", self.priority_count.into(), "1 to 8");
+            return size_error("priorities", self.priority_count.into(), "1 to 8");
         }
-        if !self.slots.is_power_of_two() || self.slots > MAX_SLOTS {
-            return error("slots", self.slots, "a power of two up to 1024");
+        if !self.slots_per_queue.is_power_of_two() || self.slots_per_queue > MAX_QUEUE_SLOTS {
+            return size_error("slots", self.slots_per_queue, "a power of two up to 1024");
         }
         let bytes = self.slot_bytes;
         if bytes == 0 || bytes > MAX_SLOT_BYTES || !bytes.is_multiple_of(CACHE_LINE_BYTES as u32) {
-            return error("slot_bytes", bytes, "a multiple of 64 from 64 to 65536");
+            return size_error("slot_bytes", bytes, "a multiple of 64 from 64 to 65536");
         }
         Ok(())
     }
 
     /// Returns the size in bytes of the smallest slot for payloads of up to `payload` bytes.
-    pub fn slot_bytes(payload: u16) -> u32 {
+    pub fn slot_bytes_for(payload: u16) -> u32 {
         (SEQUENCE_BYTES + size_of::<SlotHeader>() + usize::from(payload)).next_multiple_of(CACHE_LINE_BYTES) as u32
     }
 
     /// Returns the maximum length of a payload in a slot, in bytes.
-    pub fn payload_bytes(&self) -> usize {
+    pub fn max_payload_bytes(&self) -> usize {
         self.slot_bytes as usize - SEQUENCE_BYTES - size_of::<SlotHeader>()
     }
 
     /// Returns the number of slots of a core's response ring: one for each request that the core can have.
-    pub(crate) fn response_slots(&self) -> u32 {
-        (self.slots * u32::from(self.priority_count)).next_power_of_two()
+    pub(crate) fn response_slot_count(&self) -> u32 {
+        (self.slots_per_queue * u32::from(self.priority_count)).next_power_of_two()
     }
 
-    fn messages_bytes() -> usize {
+    fn message_rings_bytes() -> usize {
         MESSAGE_RING_SLOTS as usize * MESSAGE_BYTES
     }
 
-    fn core_bytes(&self) -> usize {
-        let slots = self.response_slots() + self.slots * u32::from(self.priority_count);
-        size_of::<CoreCursors>() + 2 * Self::messages_bytes() + slots as usize * self.slot_bytes as usize
+    fn bytes_per_core(&self) -> usize {
+        let slot_count = self.response_slot_count() + self.slots_per_queue * u32::from(self.priority_count);
+        size_of::<CoreCursors>() + 2 * Self::message_rings_bytes() + slot_count as usize * self.slot_bytes as usize
     }
 
     pub fn segment_bytes(&self) -> usize {
@@ -188,7 +188,7 @@ impl Geometry {
 
     /// Returns the offset of a core's part of the memory, which begins with its [`CoreCursors`].
     pub(crate) fn core_offset(&self, core: u16) -> usize {
-        Self::service_offset(MAX_SERVICES as u8) + usize::from(core) * self.core_bytes()
+        Self::service_offset(MAX_SERVICES as u8) + usize::from(core) * self.bytes_per_core()
     }
 
     pub(crate) fn uplink_message_offset(&self, core: u16, slot: u32) -> usize {
@@ -196,16 +196,16 @@ impl Geometry {
     }
 
     pub(crate) fn downlink_message_offset(&self, core: u16, slot: u32) -> usize {
-        self.uplink_message_offset(core, slot) + Self::messages_bytes()
+        self.uplink_message_offset(core, slot) + Self::message_rings_bytes()
     }
 
     pub(crate) fn response_offset(&self, core: u16, slot: u32) -> usize {
-        let first = self.core_offset(core) + size_of::<CoreCursors>() + 2 * Self::messages_bytes();
-        first + slot as usize * self.slot_bytes as usize
+        let first_response = self.core_offset(core) + size_of::<CoreCursors>() + 2 * Self::message_rings_bytes();
+        first_response + slot as usize * self.slot_bytes as usize
     }
 
     pub(crate) fn request_offset(&self, core: u16, priority: u8, slot: u32) -> usize {
-        self.response_offset(core, self.response_slots() + u32::from(priority) * self.slots + slot)
+        self.response_offset(core, self.response_slot_count() + u32::from(priority) * self.slots_per_queue + slot)
     }
 }
 
@@ -215,7 +215,7 @@ mod tests {
 
     #[test]
     fn parts_are_aligned_and_do_not_overlap() {
-        let geometry = Geometry { core_count: 3, priority_count: 2, slots: 4, slot_bytes: 128 };
+        let geometry = Geometry { core_count: 3, priority_count: 2, slots_per_queue: 4, slot_bytes: 128 };
         let mut parts = Vec::new();
         for core in 0..3 {
             parts.push((geometry.core_offset(core), size_of::<CoreCursors>()));
@@ -230,23 +230,27 @@ mod tests {
         }
         parts.sort_unstable();
         assert!(parts.iter().all(|(offset, bytes)| offset % bytes.min(&CACHE_LINE_BYTES) == 0));
-        let mut end = size_of::<SegmentHeader>() + MAX_SERVICES * size_of::<ServiceRecord>();
+        let mut previous_end = size_of::<SegmentHeader>() + MAX_SERVICES * size_of::<ServiceRecord>();
         for (offset, bytes) in parts {
-            assert_eq!(offset, end, "no hole, no overlap");
-            end += bytes;
+            assert_eq!(offset, previous_end, "no hole, no overlap");
+            previous_end += bytes;
         }
-        assert_eq!(end, geometry.segment_bytes());
+        assert_eq!(previous_end, geometry.segment_bytes());
     }
 
     #[test]
-    fn sizes_out_of_range_are_named() {
-        let good = Geometry { core_count: 256, priority_count: 8, slots: 1024, slot_bytes: 65536 };
-        let error = |geometry: Geometry| geometry.check().unwrap_err().to_string();
-        assert_eq!(good.check(), Ok(()));
-        assert_eq!(error(Geometry { core_count: 257, ..good }), "cores 257: expected 1 to 256");
-        assert_eq!(error(Geometry { priority_count: 9, ..good }), "priorities 9: expected 1 to 8");
-        assert_eq!(error(Geometry { slots: 3, ..good }), "slots 3: expected a power of two up to 1024");
+    fn error_names_the_size_that_is_out_of_range() {
+        let largest_geometry =
+            Geometry { core_count: 256, priority_count: 8, slots_per_queue: 1024, slot_bytes: 65536 };
+        let error_of_check = |geometry: Geometry| geometry.check().unwrap_err().to_string();
+        assert_eq!(largest_geometry.check(), Ok(()));
+        assert_eq!(error_of_check(Geometry { core_count: 257, ..largest_geometry }), "cores 257: expected 1 to 256");
+        assert_eq!(error_of_check(Geometry { priority_count: 9, ..largest_geometry }), "priorities 9: expected 1 to 8");
+        assert_eq!(
+            error_of_check(Geometry { slots_per_queue: 3, ..largest_geometry }),
+            "slots 3: expected a power of two up to 1024"
+        );
         let text = "slot_bytes 100: expected a multiple of 64 from 64 to 65536";
-        assert_eq!(error(Geometry { slot_bytes: 100, ..good }), text);
+        assert_eq!(error_of_check(Geometry { slot_bytes: 100, ..largest_geometry }), text);
     }
 }

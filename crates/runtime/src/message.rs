@@ -48,30 +48,32 @@ pub struct HintMessage {
     pub waiting_services: u64,
 }
 
-const KIND_ENABLE: u8 = 1;
-const KIND_DISABLE: u8 = 2;
-const KIND_FEEDBACK: u8 = 3;
-const KIND_MONITOR_UP: u8 = 4;
-const KIND_MONITOR_DOWN: u8 = 5;
-const KIND_REARM: u8 = 6;
+const KIND_ENABLE_SERVICE: u8 = 1;
+const KIND_DISABLE_SERVICE: u8 = 2;
+const KIND_LOAD_FEEDBACK: u8 = 3;
+const KIND_SCALE_UP_MONITOR: u8 = 4;
+const KIND_SCALE_DOWN_MONITOR: u8 = 5;
+const KIND_REARM_MONITOR: u8 = 6;
 
 impl From<Message> for RawMessage {
     fn from(message: Message) -> Self {
-        let raw = |kind, service, core| Self { kind, service, core, ..Self::default() };
+        let new_message = |kind, service, core| Self { kind, service, core, ..Self::default() };
         match message {
-            Message::EnableService { service, core } => raw(KIND_ENABLE, service, core),
-            Message::DisableService { service, core } => raw(KIND_DISABLE, service, core),
-            Message::LoadFeedback { service, core, count } => Self { count, ..raw(KIND_FEEDBACK, service, core) },
+            Message::EnableService { service, core } => new_message(KIND_ENABLE_SERVICE, service, core),
+            Message::DisableService { service, core } => new_message(KIND_DISABLE_SERVICE, service, core),
+            Message::LoadFeedback { service, core, count } => {
+                Self { count, ..new_message(KIND_LOAD_FEEDBACK, service, core) }
+            }
             Message::EnableLoadMonitor { service, trigger: HintTrigger::ScaleUp(up) } => {
-                Self { epoch: up.epoch.get().get(), ..raw(KIND_MONITOR_UP, service, 0) }
+                Self { epoch: up.epoch.get().get(), ..new_message(KIND_SCALE_UP_MONITOR, service, 0) }
             }
             Message::EnableLoadMonitor { service, trigger: HintTrigger::ScaleDown(down) } => Self {
                 epoch: down.epoch.get().get(),
-                threshold: down.threshold,
-                count: down.calm_epochs,
-                ..raw(KIND_MONITOR_DOWN, service, 0)
+                threshold: down.max_calm_queue_length,
+                count: down.required_calm_epochs,
+                ..new_message(KIND_SCALE_DOWN_MONITOR, service, 0)
             },
-            Message::RearmLoadMonitor { service } => raw(KIND_REARM, service, 0),
+            Message::RearmLoadMonitor { service } => new_message(KIND_REARM_MONITOR, service, 0),
         }
     }
 }
@@ -83,40 +85,41 @@ impl RawMessage {
         let Self { kind, service, core, count, threshold, .. } = self;
         let epoch = NonZeroU64::new(self.epoch).map(Epoch::new);
         Some(match kind {
-            KIND_ENABLE => Message::EnableService { service, core },
-            KIND_DISABLE => Message::DisableService { service, core },
-            KIND_FEEDBACK => Message::LoadFeedback { service, core, count },
-            KIND_MONITOR_UP => Message::EnableLoadMonitor {
+            KIND_ENABLE_SERVICE => Message::EnableService { service, core },
+            KIND_DISABLE_SERVICE => Message::DisableService { service, core },
+            KIND_LOAD_FEEDBACK => Message::LoadFeedback { service, core, count },
+            KIND_SCALE_UP_MONITOR => Message::EnableLoadMonitor {
                 service,
                 trigger: HintTrigger::ScaleUp(ScaleUpCondition { epoch: epoch? }),
             },
-            KIND_MONITOR_DOWN => {
-                let down = ScaleDownCondition { epoch: epoch?, threshold, calm_epochs: count };
-                Message::EnableLoadMonitor { service, trigger: HintTrigger::ScaleDown(down) }
+            KIND_SCALE_DOWN_MONITOR => {
+                let scale_down_condition =
+                    ScaleDownCondition { epoch: epoch?, max_calm_queue_length: threshold, required_calm_epochs: count };
+                Message::EnableLoadMonitor { service, trigger: HintTrigger::ScaleDown(scale_down_condition) }
             }
-            KIND_REARM => Message::RearmLoadMonitor { service },
+            KIND_REARM_MONITOR => Message::RearmLoadMonitor { service },
             _ => return None,
         })
     }
 
     /// Decodes a hint from the orchestrator. Returns `None` if no orchestrator of this version sends it.
-    pub fn hint(self) -> Option<HintMessage> {
-        let hint = match self.kind {
-            KIND_MONITOR_UP => LoadHint::ScaleUp,
-            KIND_MONITOR_DOWN => LoadHint::ScaleDown,
+    pub fn to_hint(self) -> Option<HintMessage> {
+        let load_hint = match self.kind {
+            KIND_SCALE_UP_MONITOR => LoadHint::ScaleUp,
+            KIND_SCALE_DOWN_MONITOR => LoadHint::ScaleDown,
             _ => return None,
         };
-        Some(HintMessage { service: self.service, hint, waiting_services: self.threshold })
+        Some(HintMessage { service: self.service, hint: load_hint, waiting_services: self.threshold })
     }
 }
 
 impl From<HintMessage> for RawMessage {
     fn from(HintMessage { service, hint, waiting_services }: HintMessage) -> Self {
-        let kind = match hint {
-            LoadHint::ScaleUp => KIND_MONITOR_UP,
-            LoadHint::ScaleDown => KIND_MONITOR_DOWN,
+        let message_kind = match hint {
+            LoadHint::ScaleUp => KIND_SCALE_UP_MONITOR,
+            LoadHint::ScaleDown => KIND_SCALE_DOWN_MONITOR,
         };
-        Self { kind, service, threshold: waiting_services, ..Self::default() }
+        Self { kind: message_kind, service, threshold: waiting_services, ..Self::default() }
     }
 }
 
@@ -127,24 +130,24 @@ mod tests {
     #[test]
     fn messages_round_trip() {
         let epoch = Epoch::power_of_two(20).unwrap();
-        let down = ScaleDownCondition { epoch, threshold: 7, calm_epochs: 4 };
+        let scale_down_condition = ScaleDownCondition { epoch, max_calm_queue_length: 7, required_calm_epochs: 4 };
         for message in [
             Message::EnableService { service: 63, core: 255 },
             Message::DisableService { service: 1, core: 2 },
             Message::LoadFeedback { service: 1, core: 2, count: 3 },
             Message::EnableLoadMonitor { service: 5, trigger: HintTrigger::ScaleUp(ScaleUpCondition { epoch }) },
-            Message::EnableLoadMonitor { service: 5, trigger: HintTrigger::ScaleDown(down) },
+            Message::EnableLoadMonitor { service: 5, trigger: HintTrigger::ScaleDown(scale_down_condition) },
             Message::RearmLoadMonitor { service: 9 },
         ] {
             assert_eq!(RawMessage::from(message).message(), Some(message));
         }
         for hint in [LoadHint::ScaleUp, LoadHint::ScaleDown] {
             let message = HintMessage { service: 3, hint, waiting_services: 1 << 63 };
-            assert_eq!(RawMessage::from(message).hint(), Some(message));
+            assert_eq!(RawMessage::from(message).to_hint(), Some(message));
         }
-        let no_epoch = RawMessage { kind: KIND_MONITOR_UP, ..RawMessage::default() };
+        let message_without_epoch = RawMessage { kind: KIND_SCALE_UP_MONITOR, ..RawMessage::default() };
         assert_eq!(
-            (no_epoch.message(), RawMessage::default().message(), RawMessage::default().hint()),
+            (message_without_epoch.message(), RawMessage::default().message(), RawMessage::default().to_hint()),
             (None, None, None)
         );
     }

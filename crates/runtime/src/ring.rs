@@ -39,90 +39,90 @@ pub struct DamagedCursor {
 
 #[derive(Debug, Clone)]
 pub struct Producer {
-    slots: u32,
-    tail: u32,
+    slot_count: u32,
+    own_tail: u32,
     /// Value of the consumer's cursor when it was last read.
-    head: u32,
+    known_head: u32,
 }
 
 impl Producer {
     /// Returns the producer of an empty ring with both cursors at `start`. `slot_count` must be a power of two.
-    pub fn new(slots: u32, start: u32) -> Self {
-        assert!(slots.is_power_of_two(), "{slots} slots: expected a power of two");
-        Self { slots, tail: start, head: start }
+    pub fn new(slot_count: u32, start: u32) -> Self {
+        assert!(slot_count.is_power_of_two(), "{slot_count} slots: expected a power of two");
+        Self { slot_count, own_tail: start, known_head: start }
     }
 
     /// Returns the index of the next free slot, which this side may write, or `None` if the ring is full. Fails when
     /// the consumer's cursor is ahead of the producer's.
     #[inline]
     pub fn free_slot(&mut self, head: &impl Cursor) -> Result<Option<u32>, DamagedCursor> {
-        if self.tail.wrapping_sub(self.head) == self.slots {
-            let read = head.load();
-            let (slots, used) = (self.slots, self.tail.wrapping_sub(read));
+        if self.own_tail.wrapping_sub(self.known_head) == self.slot_count {
+            let loaded_head = head.load();
+            let (slots, used) = (self.slot_count, self.own_tail.wrapping_sub(loaded_head));
             if used > slots {
                 return Err(DamagedCursor { slots, used });
             }
-            self.head = read;
+            self.known_head = loaded_head;
             if used == slots {
                 return Ok(None);
             }
         }
-        Ok(Some(self.tail & (self.slots - 1)))
+        Ok(Some(self.own_tail & (self.slot_count - 1)))
     }
 
     /// Returns whether the consumer has returned all slots to the producer.
     pub fn is_empty(&self, head: &impl Cursor) -> bool {
-        head.load() == self.tail
+        head.load() == self.own_tail
     }
 
     /// Publishes the slot of [`free_slot`](Self::free_slot) to the consumer.
     #[inline]
     pub fn publish(&mut self, sequence: &impl Cursor, tail: &impl Cursor) {
-        self.tail = self.tail.wrapping_add(1);
+        self.own_tail = self.own_tail.wrapping_add(1);
         // The position is stored first: if this process ends now, its successor skips the slot, and none is read twice.
-        tail.store(self.tail);
-        sequence.store(self.tail);
+        tail.store(self.own_tail);
+        sequence.store(self.own_tail);
     }
 
     /// Hides all slots that a predecessor may have published from the consumer. Must be called when this side starts.
     pub fn clear<'a, C: Cursor + 'a>(&self, sequence: impl Fn(u32) -> &'a C) {
-        for position in (0..self.slots).map(|offset| self.tail.wrapping_add(offset)) {
-            sequence(position & (self.slots - 1)).store(position);
+        for position in (0..self.slot_count).map(|offset| self.own_tail.wrapping_add(offset)) {
+            sequence(position & (self.slot_count - 1)).store(position);
         }
     }
 }
 
 #[derive(Debug, Clone)]
 pub struct Consumer {
-    slots: u32,
-    head: u32,
+    slot_count: u32,
+    own_head: u32,
 }
 
 impl Consumer {
     /// Returns the consumer of an empty ring with both cursors at `start`. `slot_count` must be a power of two.
-    pub fn new(slots: u32, start: u32) -> Self {
-        assert!(slots.is_power_of_two(), "{slots} slots: expected a power of two");
-        Self { slots, head: start }
+    pub fn new(slot_count: u32, start: u32) -> Self {
+        assert!(slot_count.is_power_of_two(), "{slot_count} slots: expected a power of two");
+        Self { slot_count, own_head: start }
     }
 
     /// Returns the index of the oldest published slot, by sequence number, or `None` if the ring is empty.
     #[inline]
     pub fn oldest_slot<'a, C: Cursor + 'a>(&self, sequence: impl FnOnce(u32) -> &'a C) -> Option<u32> {
-        let slot = self.head & (self.slots - 1);
-        (sequence(slot).load() == self.head.wrapping_add(1)).then_some(slot)
+        let slot_index = self.own_head & (self.slot_count - 1);
+        (sequence(slot_index).load() == self.own_head.wrapping_add(1)).then_some(slot_index)
     }
 
     /// Marks the slot of [`oldest_slot`](Self::oldest_slot) as read. The producer may reuse it after
     /// [`publish`](Self::publish).
     #[inline]
     pub fn advance(&mut self) {
-        self.head = self.head.wrapping_add(1);
+        self.own_head = self.own_head.wrapping_add(1);
     }
 
     /// Returns all slots that were read to the producer.
     #[inline]
     pub fn publish(&self, head: &impl Cursor) {
-        head.store(self.head);
+        head.store(self.own_head);
     }
 }
 
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn damaged_head_is_reported() {
+    fn damaged_head_cursor_is_reported() {
         let [head, tail, sequence] = [0; 3].map(AtomicU32::new);
         let mut producer = Producer::new(4, 0);
         for _ in 0..4 {
@@ -179,22 +179,22 @@ mod tests {
             producer.publish(&sequence, &tail);
         }
         head.store(5, Ordering::Relaxed);
-        let negative = DamagedCursor { slots: 4, used: u32::MAX };
-        assert_eq!(producer.free_slot(&head), Err(negative), "more was consumed than produced");
+        let negative_use = DamagedCursor { slots: 4, used: u32::MAX };
+        assert_eq!(producer.free_slot(&head), Err(negative_use), "more was consumed than produced");
     }
 
     #[test]
-    fn successor_reads_no_slot_of_its_predecessor() {
+    fn successor_does_not_read_slots_of_its_predecessor() {
         let sequences: Vec<AtomicU32> = (0..4).map(|_| AtomicU32::new(0)).collect();
-        let sequence = |slot: u32| &sequences[slot as usize];
+        let sequence_of_slot = |slot: u32| &sequences[slot as usize];
         let [head, tail] = [0; 2].map(AtomicU32::new);
         let mut producer = Producer::new(4, 0);
         for _ in 0..3 {
             let slot = producer.free_slot(&head).unwrap().unwrap();
-            producer.publish(sequence(slot), &tail);
+            producer.publish(sequence_of_slot(slot), &tail);
         }
-        assert_eq!(Consumer::new(4, 1).oldest_slot(sequence), Some(1), "published and not consumed");
-        Producer::new(4, 1).clear(sequence);
-        assert_eq!(Consumer::new(4, 1).oldest_slot(sequence), None);
+        assert_eq!(Consumer::new(4, 1).oldest_slot(sequence_of_slot), Some(1), "published and not consumed");
+        Producer::new(4, 1).clear(sequence_of_slot);
+        assert_eq!(Consumer::new(4, 1).oldest_slot(sequence_of_slot), None);
     }
 }

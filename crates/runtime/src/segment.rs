@@ -19,7 +19,9 @@ use nix::fcntl::{FcntlArg, fcntl, posix_fallocate};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 
 use crate::error::RuntimeError;
-use crate::layout::{CACHE_LINE_BYTES, CoreCursors, Geometry, LAYOUT_VERSION, MAGIC, SegmentHeader, ServiceRecord};
+use crate::layout::{
+    CACHE_LINE_BYTES, CoreCursors, Geometry, LAYOUT_VERSION, MEMORY_MAGIC, SegmentHeader, ServiceRecord,
+};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServiceEntry {
@@ -31,14 +33,14 @@ pub struct ServiceEntry {
 
 /// Byte of the shared file whose lock proves that its owner is alive.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum LockByte {
+pub(crate) enum LivenessLock {
     Orchestrator,
     Core(u16),
     Service(u8),
 }
 
-impl LockByte {
-    fn offset(self) -> i64 {
+impl LivenessLock {
+    fn byte_offset(self) -> i64 {
         match self {
             Self::Orchestrator => 0,
             Self::Service(service) => 1 + i64::from(service),
@@ -46,29 +48,29 @@ impl LockByte {
         }
     }
 
-    fn flock(self, kind: i32) -> libc::flock {
+    fn flock_request(self, kind: i32) -> libc::flock {
         let (l_type, l_whence) = (kind as i16, libc::SEEK_SET as i16);
-        libc::flock { l_type, l_whence, l_start: self.offset(), l_len: 1, l_pid: 0 }
+        libc::flock { l_type, l_whence, l_start: self.byte_offset(), l_len: 1, l_pid: 0 }
     }
 }
 
 #[derive(Debug)]
-pub(crate) struct Segment {
-    file: File,
-    address: NonNull<u8>,
-    bytes: NonZeroUsize,
+pub(crate) struct SharedSegment {
+    memory_file: File,
+    base_address: NonNull<u8>,
+    mapped_bytes: NonZeroUsize,
     pub geometry: Geometry,
 }
 
 // SAFETY: the mapping belongs to the process, not to a thread. Cursors are atomic; slots have one owner at a time.
-unsafe impl Send for Segment {}
+unsafe impl Send for SharedSegment {}
 // SAFETY: as above.
-unsafe impl Sync for Segment {}
+unsafe impl Sync for SharedSegment {}
 
-impl Drop for Segment {
+impl Drop for SharedSegment {
     fn drop(&mut self) {
         // SAFETY: mapped by `map`, and references into it have the lifetime of `self`.
-        let _ = unsafe { munmap(self.address.cast(), self.bytes.get()) };
+        let _ = unsafe { munmap(self.base_address.cast(), self.mapped_bytes.get()) };
     }
 }
 
@@ -76,15 +78,15 @@ fn io_error(action: &'static str, path: &Path, error: impl Into<std::io::Error>)
     RuntimeError::Io { action, path: path.to_owned(), error: error.into() }
 }
 
-fn map(file: &File, bytes: usize, path: &Path) -> Result<(NonNull<u8>, NonZeroUsize), RuntimeError> {
-    let bytes = NonZeroUsize::new(bytes).ok_or(RuntimeError::ForeignContents)?;
-    let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+fn map_file(file: &File, bytes: usize, path: &Path) -> Result<(NonNull<u8>, NonZeroUsize), RuntimeError> {
+    let mapped_bytes = NonZeroUsize::new(bytes).ok_or(RuntimeError::ForeignContents)?;
+    let memory_protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
     // SAFETY: a new mapping at an address of the kernel's choice.
-    let address = unsafe { mmap(None, bytes, protection, MapFlags::MAP_SHARED, file, 0) };
-    Ok((address.map_err(|error| io_error("map", path, error))?.cast(), bytes))
+    let base_address = unsafe { mmap(None, mapped_bytes, memory_protection, MapFlags::MAP_SHARED, file, 0) };
+    Ok((base_address.map_err(|error| io_error("map", path, error))?.cast(), mapped_bytes))
 }
 
-impl Segment {
+impl SharedSegment {
     /// Creates the complete memory in a file, and then renames the file to `path`. Replaces the file of a killed
     /// orchestrator, whose workers notice that its lock is gone.
     pub fn create(path: &Path, geometry: Geometry, services: &[ServiceEntry]) -> Result<Self, RuntimeError> {
@@ -96,64 +98,65 @@ impl Segment {
             });
         }
         if let Ok(previous) = OpenOptions::new().read(true).write(true).open(path)
-            && is_locked(&previous, LockByte::Orchestrator).unwrap_or(false)
+            && is_locked_by_other(&previous, LivenessLock::Orchestrator).unwrap_or(false)
         {
             return Err(RuntimeError::OrchestratorRunning);
         }
-        let unnamed = path.with_extension(format!("{}.new", std::process::id()));
-        let _ = std::fs::remove_file(&unnamed);
+        let temporary_path = path.with_extension(format!("{}.new", std::process::id()));
+        let _ = std::fs::remove_file(&temporary_path);
         let mut options = OpenOptions::new();
         options.read(true).write(true).create_new(true).mode(0o600).custom_flags(libc::O_NOFOLLOW);
-        let file = options.open(&unnamed).map_err(|error| io_error("create", &unnamed, error))?;
+        let memory_file = options.open(&temporary_path).map_err(|error| io_error("create", &temporary_path, error))?;
         // A page that the file system cannot provide later would end the process by SIGBUS.
-        if let Err(error) = posix_fallocate(&file, 0, geometry.segment_bytes() as i64) {
-            let _ = std::fs::remove_file(&unnamed);
-            return Err(io_error("reserve memory", &unnamed, error));
+        if let Err(error) = posix_fallocate(&memory_file, 0, geometry.segment_bytes() as i64) {
+            let _ = std::fs::remove_file(&temporary_path);
+            return Err(io_error("reserve memory", &temporary_path, error));
         }
-        let (address, bytes) = map(&file, geometry.segment_bytes(), &unnamed)?;
-        let segment = Self { file, address, bytes, geometry };
-        segment.lock(LockByte::Orchestrator).map_err(|error| io_error("lock", &unnamed, error))?;
+        let (base_address, mapped_bytes) = map_file(&memory_file, geometry.segment_bytes(), &temporary_path)?;
+        let segment = Self { memory_file, base_address, mapped_bytes, geometry };
+        segment.try_lock(LivenessLock::Orchestrator).map_err(|error| io_error("lock", &temporary_path, error))?;
         segment.write_header(services);
-        rename(&unnamed, path).map_err(|error| io_error("rename", path, error))?;
+        rename(&temporary_path, path).map_err(|error| io_error("rename", path, error))?;
         Ok(segment)
     }
 
     fn write_header(&self, services: &[ServiceEntry]) {
         let (header, geometry) = (self.header(), &self.geometry);
         header.layout_version.store(LAYOUT_VERSION, Relaxed);
-        header.owner.store(nix::unistd::geteuid().as_raw(), Relaxed);
+        header.owner_user_id.store(nix::unistd::geteuid().as_raw(), Relaxed);
         header.segment_bytes.store(geometry.segment_bytes() as u64, Relaxed);
         header.cores.store(geometry.core_count.into(), Relaxed);
         header.services.store(services.len() as u32, Relaxed);
-        header.priorities.store(geometry.priority_count.into(), Relaxed);
-        header.slots.store(geometry.slots, Relaxed);
+        header.priority_count.store(geometry.priority_count.into(), Relaxed);
+        header.slots_per_queue.store(geometry.slots_per_queue, Relaxed);
         header.slot_bytes.store(geometry.slot_bytes, Relaxed);
         for (service, entry) in services.iter().enumerate() {
-            let line = self.service_line(service as u8);
-            line.address.store((*entry.address.ip()).into(), Relaxed);
-            line.port.store(entry.address.port().into(), Relaxed);
-            line.priority.store(entry.priority.into(), Relaxed);
+            let service_record = self.service_record(service as u8);
+            service_record.address.store((*entry.address.ip()).into(), Relaxed);
+            service_record.port.store(entry.address.port().into(), Relaxed);
+            service_record.priority.store(entry.priority.into(), Relaxed);
         }
-        header.magic.store(MAGIC, Release);
+        header.magic.store(MEMORY_MAGIC, Release);
     }
 
     /// Opens the memory of a running orchestrator, and checks its complete header.
     pub fn open(path: &Path) -> Result<Self, RuntimeError> {
         let mut options = OpenOptions::new();
         options.read(true).write(true).custom_flags(libc::O_NOFOLLOW);
-        let file = options.open(path).map_err(|error| io_error("open", path, error))?;
-        let metadata = file.metadata().map_err(|error| io_error("stat", path, error))?;
-        let user = nix::unistd::geteuid().as_raw();
-        if metadata.uid() != user {
-            return Err(RuntimeError::OtherUser { owner: metadata.uid(), user });
+        let memory_file = options.open(path).map_err(|error| io_error("open", path, error))?;
+        let file_metadata = memory_file.metadata().map_err(|error| io_error("stat", path, error))?;
+        let user_id = nix::unistd::geteuid().as_raw();
+        if file_metadata.uid() != user_id {
+            return Err(RuntimeError::OtherUser { owner: file_metadata.uid(), user: user_id });
         }
-        if metadata.len() < CACHE_LINE_BYTES as u64 {
+        if file_metadata.len() < CACHE_LINE_BYTES as u64 {
             return Err(RuntimeError::ForeignContents);
         }
-        let (address, bytes) = map(&file, metadata.len() as usize, path)?;
-        let geometry = Geometry { core_count: 1, priority_count: 1, slots: 1, slot_bytes: CACHE_LINE_BYTES as u32 };
-        let mut segment = Self { file, address, bytes, geometry };
-        segment.geometry = segment.read_geometry(user)?;
+        let (base_address, mapped_bytes) = map_file(&memory_file, file_metadata.len() as usize, path)?;
+        let minimal_geometry =
+            Geometry { core_count: 1, priority_count: 1, slots_per_queue: 1, slot_bytes: CACHE_LINE_BYTES as u32 };
+        let mut segment = Self { memory_file, base_address, mapped_bytes, geometry: minimal_geometry };
+        segment.geometry = segment.read_geometry(user_id)?;
         if !segment.is_orchestrator_running() {
             return Err(RuntimeError::OrchestratorGone);
         }
@@ -162,25 +165,25 @@ impl Segment {
 
     fn read_geometry(&self, user: u32) -> Result<Geometry, RuntimeError> {
         let header = self.header();
-        if header.magic.load(Acquire) != MAGIC {
+        if header.magic.load(Acquire) != MEMORY_MAGIC {
             return Err(RuntimeError::ForeignContents);
         }
-        let found = header.layout_version.load(Relaxed);
-        if found != LAYOUT_VERSION {
-            return Err(RuntimeError::LayoutVersionMismatch { found, expected: LAYOUT_VERSION });
+        let layout_version = header.layout_version.load(Relaxed);
+        if layout_version != LAYOUT_VERSION {
+            return Err(RuntimeError::LayoutVersionMismatch { found: layout_version, expected: LAYOUT_VERSION });
         }
-        let owner = header.owner.load(Relaxed);
-        if owner != user {
-            return Err(RuntimeError::OtherUser { owner, user });
+        let owner_user_id = header.owner_user_id.load(Relaxed);
+        if owner_user_id != user {
+            return Err(RuntimeError::OtherUser { owner: owner_user_id, user });
         }
         let geometry = Geometry {
             core_count: u16::try_from(header.cores.load(Relaxed)).unwrap_or(u16::MAX),
-            priority_count: u8::try_from(header.priorities.load(Relaxed)).unwrap_or(u8::MAX),
-            slots: header.slots.load(Relaxed),
+            priority_count: u8::try_from(header.priority_count.load(Relaxed)).unwrap_or(u8::MAX),
+            slots_per_queue: header.slots_per_queue.load(Relaxed),
             slot_bytes: header.slot_bytes.load(Relaxed),
         };
         geometry.check()?;
-        let (found, expected) = (self.bytes.get() as u64, geometry.segment_bytes() as u64);
+        let (found, expected) = (self.mapped_bytes.get() as u64, geometry.segment_bytes() as u64);
         if found != expected || header.segment_bytes.load(Relaxed) != expected {
             return Err(RuntimeError::SizeMismatch { found, expected });
         }
@@ -188,8 +191,8 @@ impl Segment {
     }
 
     /// Locks a byte on behalf of this open file. Returns false if another open file has locked it.
-    pub fn lock(&self, byte: LockByte) -> nix::Result<bool> {
-        match fcntl(self.file.as_fd(), FcntlArg::F_OFD_SETLK(&byte.flock(libc::F_WRLCK))) {
+    pub fn try_lock(&self, byte: LivenessLock) -> nix::Result<bool> {
+        match fcntl(self.memory_file.as_fd(), FcntlArg::F_OFD_SETLK(&byte.flock_request(libc::F_WRLCK))) {
             Ok(_) => Ok(true),
             Err(Errno::EAGAIN | Errno::EACCES) => Ok(false),
             Err(error) => Err(error),
@@ -197,35 +200,38 @@ impl Segment {
     }
 
     /// Returns whether another open file has locked the byte.
-    pub fn is_locked(&self, byte: LockByte) -> nix::Result<bool> {
-        is_locked(&self.file, byte)
+    pub fn is_locked(&self, byte: LivenessLock) -> nix::Result<bool> {
+        is_locked_by_other(&self.memory_file, byte)
     }
 
     /// Returns whether the orchestrator that created the memory is alive. Only workers may call this.
     pub fn is_orchestrator_running(&self) -> bool {
-        self.is_locked(LockByte::Orchestrator).unwrap_or(false)
+        self.is_locked(LivenessLock::Orchestrator).unwrap_or(false)
     }
 
     pub fn service(&self, service: u8) -> Result<ServiceEntry, RuntimeError> {
-        let services = self.header().services.load(Relaxed);
-        if u32::from(service) >= services {
-            return Err(RuntimeError::UnknownService { service, services });
+        let service_count = self.header().services.load(Relaxed);
+        if u32::from(service) >= service_count {
+            return Err(RuntimeError::UnknownService { service, services: service_count });
         }
-        let line = self.service_line(service);
-        let address = SocketAddrV4::new(Ipv4Addr::from(line.address.load(Relaxed)), line.port.load(Relaxed) as u16);
-        Ok(ServiceEntry { address, priority: line.priority.load(Relaxed) as u8 })
+        let service_record = self.service_record(service);
+        let address = SocketAddrV4::new(
+            Ipv4Addr::from(service_record.address.load(Relaxed)),
+            service_record.port.load(Relaxed) as u16,
+        );
+        Ok(ServiceEntry { address, priority: service_record.priority.load(Relaxed) as u8 })
     }
 
-    pub fn check_core(&self, core: u16) -> Result<(), RuntimeError> {
-        let last = self.geometry.core_count - 1;
-        if core > last { Err(RuntimeError::CoreOutOfRange { core, last }) } else { Ok(()) }
+    pub fn check_core_number(&self, core: u16) -> Result<(), RuntimeError> {
+        let last_core = self.geometry.core_count - 1;
+        if core > last_core { Err(RuntimeError::CoreOutOfRange { core, last: last_core }) } else { Ok(()) }
     }
 
     fn header(&self) -> &SegmentHeader {
         self.ref_at(0)
     }
 
-    fn service_line(&self, service: u8) -> &ServiceRecord {
+    fn service_record(&self, service: u8) -> &ServiceRecord {
         self.ref_at(Geometry::service_offset(service))
     }
 
@@ -244,23 +250,23 @@ impl Segment {
     /// Returns a reference to the `T` at `offset`. The type `T` must have only atomic fields.
     #[inline]
     fn ref_at<T>(&self, offset: usize) -> &T {
-        assert!(offset.is_multiple_of(align_of::<T>()) && offset + size_of::<T>() <= self.bytes.get());
+        assert!(offset.is_multiple_of(align_of::<T>()) && offset + size_of::<T>() <= self.mapped_bytes.get());
         // SAFETY: inside the mapping and aligned, as the line above checks; atomic fields accept any bit pattern and
         // changes by others.
-        unsafe { self.address.byte_add(offset).cast().as_ref() }
+        unsafe { self.base_address.byte_add(offset).cast().as_ref() }
     }
 
     /// Returns a pointer to the memory at `offset`. The caller may access `bytes` bytes of it while it owns the slot.
     #[inline]
-    pub fn slot<T>(&self, offset: usize, bytes: usize) -> *mut T {
-        assert!(offset.is_multiple_of(align_of::<T>()) && offset + bytes <= self.bytes.get());
+    pub fn slot_pointer<T>(&self, offset: usize, bytes: usize) -> *mut T {
+        assert!(offset.is_multiple_of(align_of::<T>()) && offset + bytes <= self.mapped_bytes.get());
         // SAFETY: inside the mapping.
-        unsafe { self.address.byte_add(offset).cast().as_ptr() }
+        unsafe { self.base_address.byte_add(offset).cast().as_ptr() }
     }
 }
 
-fn is_locked(file: &File, byte: LockByte) -> nix::Result<bool> {
-    let mut flock = byte.flock(libc::F_WRLCK);
-    fcntl(file.as_fd(), FcntlArg::F_OFD_GETLK(&mut flock))?;
-    Ok(flock.l_type != libc::F_UNLCK as i16)
+fn is_locked_by_other(file: &File, byte: LivenessLock) -> nix::Result<bool> {
+    let mut lock_request = byte.flock_request(libc::F_WRLCK);
+    fcntl(file.as_fd(), FcntlArg::F_OFD_GETLK(&mut lock_request))?;
+    Ok(lock_request.l_type != libc::F_UNLCK as i16)
 }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use coreward_model::dispatch::MAX_SERVICES;
 
-use crate::core_queues::client_address;
+use crate::core_queues::client_of_slot;
 use crate::error::RuntimeError;
 use crate::layout::SlotHeader;
 use crate::message::{HintMessage, Message};
@@ -55,37 +55,37 @@ pub struct ServeOptions {
     /// Time for which a request runs before it yields to one of higher priority.
     pub quantum: Duration,
     /// Time for which an idle worker polls before it sleeps.
-    pub spin: Duration,
+    pub spin_time: Duration,
     /// Time for which an idle worker sleeps between two polls; 0: it always polls.
     pub sleep: Duration,
     /// Maximum number of requests without a response in one LoadFeedback. It is sent earlier when no request waits.
-    pub feedback_batch: u32,
+    pub max_feedback_batch: u32,
 }
 
 impl Default for ServeOptions {
     fn default() -> Self {
-        let (spin, sleep) = (Duration::from_micros(20), Duration::from_micros(50));
-        Self { quantum: DEFAULT_QUANTUM, spin, sleep, feedback_batch: 4 }
+        let (spin_time, sleep_time) = (Duration::from_micros(20), Duration::from_micros(50));
+        Self { quantum: DEFAULT_QUANTUM, spin_time, sleep: sleep_time, max_feedback_batch: 4 }
     }
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ServeCounters {
     /// Number of requests that were served completely.
-    pub served: u64,
+    pub served_requests: u64,
     /// Number of requests that were served while a request of lower priority was preempted.
-    pub preempting: u64,
+    pub preempting_requests: u64,
     /// Number of responses that fit no slot and were not sent.
-    pub too_long: u64,
+    pub oversized_responses: u64,
 }
 
 const ORCHESTRATOR_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-struct Server<'w, 'r, H: ?Sized> {
+struct RequestServer<'w, 'r, H: ?Sized> {
     worker: &'w mut Worker<'r>,
     handler: &'w H,
-    options: ServeOptions,
-    slice: Slice,
+    serve_options: ServeOptions,
+    running_slice: TimeSlice,
     /// Response buffers by priority: at most one request of each priority runs at a time.
     response_buffers: Vec<Vec<u8>>,
     /// Number of completed requests without a response, by service, that were not reported yet.
@@ -97,17 +97,17 @@ struct Server<'w, 'r, H: ?Sized> {
 
 /// Time slice in which a handler runs without yielding.
 #[derive(Debug, Clone, Copy)]
-struct Slice {
+struct TimeSlice {
     /// Priority of the running handler, which smaller numbers preempt; 0: none runs, or it cannot be preempted.
     priority: u8,
-    started: Instant,
+    started_at: Instant,
 }
 
 /// View of its core that a handler gets.
 pub struct Context<'c> {
     server: &'c mut (dyn Preempt + 'c),
     core: u16,
-    error: Option<RuntimeError>,
+    first_error: Option<RuntimeError>,
 }
 
 trait Preempt {
@@ -115,17 +115,17 @@ trait Preempt {
 }
 
 /// Exclusive access to a server, either as its only user or by a lock.
-trait Access<'w, 'r: 'w>: Preempt {
+trait ServerAccess<'w, 'r: 'w>: Preempt {
     type Handler: Handler + ?Sized + 'w;
 
-    fn with<T>(&mut self, call: impl FnOnce(&mut Server<'w, 'r, Self::Handler>) -> T) -> T;
+    fn with_server<T>(&mut self, call: impl FnOnce(&mut RequestServer<'w, 'r, Self::Handler>) -> T) -> T;
 }
 
-impl<'w, 'r: 'w, H: Handler + ?Sized> Access<'w, 'r> for Server<'w, 'r, H> {
+impl<'w, 'r: 'w, H: Handler + ?Sized> ServerAccess<'w, 'r> for RequestServer<'w, 'r, H> {
     type Handler = H;
 
     #[inline]
-    fn with<T>(&mut self, call: impl FnOnce(&mut Self) -> T) -> T {
+    fn with_server<T>(&mut self, call: impl FnOnce(&mut Self) -> T) -> T {
         call(self)
     }
 }
@@ -133,11 +133,11 @@ impl<'w, 'r: 'w, H: Handler + ?Sized> Access<'w, 'r> for Server<'w, 'r, H> {
 impl Context<'_> {
     /// Acts on a waiting hint, and serves waiting requests of higher priority, if the handler's quantum is used up.
     pub fn yield_point(&mut self) {
-        if self.error.is_none()
+        if self.first_error.is_none()
             && let Err(error) = self.server.try_yield()
         {
             // Returned to the caller of `serve` when the handler ends.
-            self.error = Some(error);
+            self.first_error = Some(error);
         }
     }
 
@@ -155,46 +155,46 @@ impl Worker<'_> {
         options: ServeOptions,
         stop: &AtomicBool,
     ) -> Result<ServeCounters, RuntimeError> {
-        let mut server = Server::new(self, handler, options);
-        run(&mut server, options, stop)?;
-        server.drain_and_detach()?;
+        let mut server = RequestServer::new(self, handler, options);
+        serve_until_stopped(&mut server, options, stop)?;
+        server.serve_rest_and_detach()?;
         Ok(server.counters)
     }
 }
 
-impl<H: Handler + ?Sized> Preempt for Server<'_, '_, H> {
+impl<H: Handler + ?Sized> Preempt for RequestServer<'_, '_, H> {
     fn try_yield(&mut self) -> Result<(), RuntimeError> {
         try_yield(self)
     }
 }
 
 #[inline]
-fn try_yield<'w, 'r: 'w>(server: &mut impl Access<'w, 'r>) -> Result<(), RuntimeError> {
-    let Some(priority) = server.with(|server| server.preempted_priority()) else { return Ok(()) };
+fn try_yield<'w, 'r: 'w>(server: &mut impl ServerAccess<'w, 'r>) -> Result<(), RuntimeError> {
+    let Some(priority) = server.with_server(|server| server.preempted_priority()) else { return Ok(()) };
     serve_higher_priorities(server, priority)?;
-    server.with(|server| server.slice.started = Instant::now());
+    server.with_server(|server| server.running_slice.started_at = Instant::now());
     Ok(())
 }
 
 /// Serves requests in a loop until `stop` is set.
-fn run<'w, 'r: 'w>(
-    server: &mut impl Access<'w, 'r>,
+fn serve_until_stopped<'w, 'r: 'w>(
+    server: &mut impl ServerAccess<'w, 'r>,
     options: ServeOptions,
     stop: &AtomicBool,
 ) -> Result<(), RuntimeError> {
     let mut idle_since = Instant::now();
-    let mut checked = idle_since;
+    let mut orchestrator_checked_at = idle_since;
     while !stop.load(Relaxed) {
         if serve_one(server)? {
             idle_since = Instant::now();
             continue;
         }
-        server.with(|server| server.report_all_completions())?;
-        if checked.elapsed() >= ORCHESTRATOR_CHECK_INTERVAL {
-            server.with(|server| server.worker.check_orchestrator())?;
-            checked = Instant::now();
+        server.with_server(|server| server.report_all_completions())?;
+        if orchestrator_checked_at.elapsed() >= ORCHESTRATOR_CHECK_INTERVAL {
+            server.with_server(|server| server.worker.check_orchestrator())?;
+            orchestrator_checked_at = Instant::now();
         }
-        if idle_since.elapsed() < options.spin || options.sleep.is_zero() {
+        if idle_since.elapsed() < options.spin_time || options.sleep.is_zero() {
             std::hint::spin_loop();
         } else {
             std::thread::sleep(options.sleep);
@@ -205,50 +205,65 @@ fn run<'w, 'r: 'w>(
 
 /// Acts on a hint and serves a request, if such are waiting. Returns whether a request was served.
 #[inline]
-fn serve_one<'w, 'r: 'w>(server: &mut impl Access<'w, 'r>) -> Result<bool, RuntimeError> {
-    let Some((priority, slot)) = server.with(|server| server.next_request(u8::MAX))? else { return Ok(false) };
+fn serve_one<'w, 'r: 'w>(server: &mut impl ServerAccess<'w, 'r>) -> Result<bool, RuntimeError> {
+    let Some((priority, slot)) = server.with_server(|server| server.handle_hint_and_find_request(u8::MAX))? else {
+        return Ok(false);
+    };
     serve_request(server, priority, slot)?;
     Ok(true)
 }
 
-fn serve_higher_priorities<'w, 'r: 'w>(server: &mut impl Access<'w, 'r>, priority: u8) -> Result<(), RuntimeError> {
-    while let Some((higher, slot)) = server.with(|server| server.next_request(priority))? {
-        server.with(|server| server.counters.preempting += 1);
+fn serve_higher_priorities<'w, 'r: 'w>(
+    server: &mut impl ServerAccess<'w, 'r>,
+    priority: u8,
+) -> Result<(), RuntimeError> {
+    while let Some((higher, slot)) = server.with_server(|server| server.handle_hint_and_find_request(priority))? {
+        server.with_server(|server| server.counters.preempting_requests += 1);
         serve_request(server, higher, slot)?;
     }
     Ok(())
 }
 
-fn serve_request<'w, 'r: 'w>(server: &mut impl Access<'w, 'r>, priority: u8, slot: u32) -> Result<(), RuntimeError> {
-    let Started { header, payload, mut response, handler, core, interrupted } =
-        server.with(|server| server.start_request(priority, slot))?;
-    let request = Request { client: client_address(&header), service: header.service as u8, payload };
-    let mut context = Context { server, core, error: None };
+fn serve_request<'w, 'r: 'w>(
+    server: &mut impl ServerAccess<'w, 'r>,
+    priority: u8,
+    slot: u32,
+) -> Result<(), RuntimeError> {
+    let StartedRequest {
+        slot_header: header,
+        payload,
+        response_buffer: mut response,
+        handler,
+        core,
+        interrupted_slice: interrupted,
+    } = server.with_server(|server| server.start_request(priority, slot))?;
+    let request = Request { client: client_of_slot(&header), service: header.service as u8, payload };
+    let mut context = Context { server, core, first_error: None };
     let reply = handler.handle(&request, &mut response, &mut context);
-    if let Some(error) = context.error {
+    if let Some(error) = context.first_error {
         return Err(error);
     }
-    server.with(|server| server.end_request(priority, header, reply, response, interrupted))
+    server.with_server(|server| server.end_request(priority, header, reply, response, interrupted))
 }
 
 /// Request that a handler is about to serve.
-struct Started<'w, H: ?Sized> {
-    header: SlotHeader,
+struct StartedRequest<'w, H: ?Sized> {
+    slot_header: SlotHeader,
     payload: &'w [u8],
-    response: Vec<u8>,
+    response_buffer: Vec<u8>,
     handler: &'w H,
     core: u16,
-    interrupted: Slice,
+    interrupted_slice: TimeSlice,
 }
 
-impl<'w, 'r: 'w, H: Handler + ?Sized> Server<'w, 'r, H> {
-    fn new(worker: &'w mut Worker<'r>, handler: &'w H, options: ServeOptions) -> Self {
+impl<'w, 'r: 'w, H: Handler + ?Sized> RequestServer<'w, 'r, H> {
+    fn new(worker: &'w mut Worker<'r>, handler: &'w H, serve_options: ServeOptions) -> Self {
         let response_buffers = vec![Vec::new(); worker.segment.geometry.priority_count.into()];
         Self {
             worker,
             handler,
-            options,
-            slice: Slice { priority: 0, started: Instant::now() },
+            serve_options,
+            running_slice: TimeSlice { priority: 0, started_at: Instant::now() },
             response_buffers,
             unreported_counts: [0; MAX_SERVICES],
             unreported_services: 0,
@@ -260,18 +275,19 @@ impl<'w, 'r: 'w, H: Handler + ?Sized> Server<'w, 'r, H> {
     /// priority is waiting.
     #[inline]
     fn preempted_priority(&self) -> Option<u8> {
-        let Slice { priority, started } = self.slice;
-        let is_due = self.worker.highest_priority_request(priority).is_some() || self.worker.has_hint();
-        (is_due && started.elapsed() >= self.options.quantum).then_some(priority)
+        let TimeSlice { priority, started_at: started } = self.running_slice;
+        let is_work_waiting = self.worker.highest_priority_request(priority).is_some() || self.worker.has_hint();
+        (is_work_waiting && started.elapsed() >= self.serve_options.quantum).then_some(priority)
     }
 
-    fn start_request(&mut self, priority: u8, slot: u32) -> Result<Started<'w, H>, RuntimeError> {
-        let (header, payload) = self.worker.read_request(priority, slot)?;
-        let mut response = std::mem::take(&mut self.response_buffers[usize::from(priority)]);
-        response.clear();
-        let interrupted = std::mem::replace(&mut self.slice, Slice { priority, started: Instant::now() });
+    fn start_request(&mut self, priority: u8, slot: u32) -> Result<StartedRequest<'w, H>, RuntimeError> {
+        let (slot_header, payload) = self.worker.read_request(priority, slot)?;
+        let mut response_buffer = std::mem::take(&mut self.response_buffers[usize::from(priority)]);
+        response_buffer.clear();
+        let interrupted_slice =
+            std::mem::replace(&mut self.running_slice, TimeSlice { priority, started_at: Instant::now() });
         let (handler, core) = (self.handler, self.worker.core);
-        Ok(Started { header, payload, response, handler, core, interrupted })
+        Ok(StartedRequest { slot_header, payload, response_buffer, handler, core, interrupted_slice })
     }
 
     fn end_request(
@@ -280,19 +296,19 @@ impl<'w, 'r: 'w, H: Handler + ?Sized> Server<'w, 'r, H> {
         header: SlotHeader,
         reply: Reply,
         response: Vec<u8>,
-        interrupted: Slice,
+        interrupted: TimeSlice,
     ) -> Result<(), RuntimeError> {
-        self.slice = interrupted;
+        self.running_slice = interrupted;
         self.worker.return_slot(priority);
-        self.counters.served += 1;
+        self.counters.served_requests += 1;
         let is_sent = reply == Reply::Send && self.send_response(header, &response)?;
         self.response_buffers[usize::from(priority)] = response;
-        if is_sent { Ok(()) } else { self.complete_without_response(header.service as u8) }
+        if is_sent { Ok(()) } else { self.record_unreported_completion(header.service as u8) }
     }
 
     /// Acts on a waiting hint. Returns the priority and slot of the next request of a higher priority than `limit`.
     #[inline]
-    fn next_request(&mut self, limit: u8) -> Result<Option<(u8, u32)>, RuntimeError> {
+    fn handle_hint_and_find_request(&mut self, limit: u8) -> Result<Option<(u8, u32)>, RuntimeError> {
         // Before each request: requests of higher priority may not end, and a service has one hint in flight, without
         // which it gets no further core.
         if let Some(hint) = self.worker.next_hint() {
@@ -301,7 +317,7 @@ impl<'w, 'r: 'w, H: Handler + ?Sized> Server<'w, 'r, H> {
         Ok(self.worker.highest_priority_request(limit))
     }
 
-    fn drain_and_detach(&mut self) -> Result<(), RuntimeError> {
+    fn serve_rest_and_detach(&mut self) -> Result<(), RuntimeError> {
         let core = self.worker.core;
         for service in 0..self.worker.runtime.services().len() as u8 {
             self.worker.disable_service(service, core)?;
@@ -317,28 +333,28 @@ impl<'w, 'r: 'w, H: Handler + ?Sized> Server<'w, 'r, H> {
 
     /// Sends a response, which also completes the service's unreported requests. Returns whether it fits a slot.
     fn send_response(&mut self, header: SlotHeader, response: &[u8]) -> Result<bool, RuntimeError> {
-        if response.len() > self.worker.segment.geometry.payload_bytes() {
-            self.counters.too_long += 1;
+        if response.len() > self.worker.segment.geometry.max_payload_bytes() {
+            self.counters.oversized_responses += 1;
             return Ok(false);
         }
-        let unreported = self.unreported_counts.get_mut(usize::from(header.service)).map_or(0, std::mem::take);
+        let unreported_count = self.unreported_counts.get_mut(usize::from(header.service)).map_or(0, std::mem::take);
         self.unreported_services &= !(1 << (header.service % MAX_SERVICES as u16));
-        let header = SlotHeader { length: response.len() as u32, completed_count: 1 + unreported, ..header };
+        let header = SlotHeader { length: response.len() as u32, completed_count: 1 + unreported_count, ..header };
         self.worker.send_response(header, response)?;
         Ok(true)
     }
 
-    fn complete_without_response(&mut self, service: u8) -> Result<(), RuntimeError> {
+    fn record_unreported_completion(&mut self, service: u8) -> Result<(), RuntimeError> {
         let Some(unreported) = self.unreported_counts.get_mut(usize::from(service)) else { return Ok(()) };
         *unreported += 1;
         self.unreported_services |= 1 << service;
-        if *unreported >= self.options.feedback_batch { self.report_completions(service) } else { Ok(()) }
+        if *unreported >= self.serve_options.max_feedback_batch { self.report_completions(service) } else { Ok(()) }
     }
 
     fn report_completions(&mut self, service: u8) -> Result<(), RuntimeError> {
         let (core, count) = (self.worker.core, std::mem::take(&mut self.unreported_counts[usize::from(service)]));
         self.unreported_services &= !(1 << service);
-        self.worker.send(Message::LoadFeedback { service, core, count })
+        self.worker.send_message(Message::LoadFeedback { service, core, count })
     }
 
     #[inline]

@@ -20,16 +20,16 @@ use super::StoreError;
 use super::rows::{FleetRow, Rows};
 use coreward_fleet::records::{Document, Records};
 
-const FLEET: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("fleet");
-const SERVICES: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("services");
-const SERVERS: TableDefinition<'_, u16, &[u8]> = TableDefinition::new("servers");
-const LOAD_BALANCERS: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("load_balancers");
+const FLEET_TABLE: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("fleet");
+const SERVICES_TABLE: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("services");
+const SERVERS_TABLE: TableDefinition<'_, u16, &[u8]> = TableDefinition::new("servers");
+const LOAD_BALANCERS_TABLE: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("load_balancers");
 /// Table of the fleet document by its generation, with one row.
-const DOCUMENT: TableDefinition<'_, u64, &str> = TableDefinition::new("document");
+const DOCUMENT_TABLE: TableDefinition<'_, u64, &str> = TableDefinition::new("document");
 
 /// Table of the audit log's entries by id.
-const AUDIT: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("audit");
-const FLEET_ROW: &str = "fleet";
+const AUDIT_TABLE: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("audit");
+const FLEET_ROW_KEY: &str = "fleet";
 
 pub struct EmbeddedStore {
     path: PathBuf,
@@ -43,11 +43,11 @@ impl EmbeddedStore {
     /// Opens the file, or creates it. If the disk permits no writes, the content is read, and changes fail until writes
     /// succeed.
     pub fn open(path: &Path) -> Result<Self, StoreError> {
-        let (database, copy) = match open(path) {
+        let (database, copy) = match open_database(path) {
             Ok(database) => (Some(database), None),
             Err(error @ StoreError::InUse { .. }) => return Err(error),
             Err(error) => {
-                let Ok(copy) = open_copy(path) else { return Err(error) };
+                let Ok(copy) = open_in_memory_copy(path) else { return Err(error) };
                 tracing::warn!(
                     event = "store-read-only",
                     file = %path.display(),
@@ -62,12 +62,12 @@ impl EmbeddedStore {
 
     /// Returns the records; `None`: the file is new.
     pub fn load(&self) -> Result<Option<Records>, StoreError> {
-        self.try_load().map_err(|problem| self.content_error(problem))
+        self.try_load_records().map_err(|problem| self.content_error(problem))
     }
 
     /// Replaces the records in one transaction. If that fails, the file keeps the previous ones.
     pub fn save(&mut self, records: &Records) -> Result<(), StoreError> {
-        let Err(problem) = self.try_save(&records.into()) else { return Ok(()) };
+        let Err(problem) = self.try_save_rows(&records.into()) else { return Ok(()) };
         // After a failed write redb rejects everything until the file is opened again (`StorageError::PreviousIo`).
         self.database = None;
         if self.reopen().is_ok() && self.load().ok().flatten().as_ref() == Some(records) {
@@ -78,7 +78,7 @@ impl EmbeddedStore {
 
     fn reopen(&mut self) -> Result<(), StoreError> {
         if self.database.is_none() {
-            self.database = Some(open(&self.path)?);
+            self.database = Some(open_database(&self.path)?);
             self.read_only_copy = None;
         }
         Ok(())
@@ -95,52 +95,54 @@ impl EmbeddedStore {
         StoreError::Content { store: self.path.display().to_string(), problem: format!("{problem:#}") }
     }
 
-    fn try_load(&self) -> anyhow::Result<Option<Records>> {
+    fn try_load_records(&self) -> anyhow::Result<Option<Records>> {
         let transaction = self.database()?.begin_read()?;
-        let Some(fleet) = rows::<_, _, FleetRow>(&transaction, FLEET, str::to_owned)?.remove(FLEET_ROW) else {
+        let Some(fleet) =
+            decode_rows::<_, _, FleetRow>(&transaction, FLEET_TABLE, str::to_owned)?.remove(FLEET_ROW_KEY)
+        else {
             return Ok(None);
         };
         let mut document = Document::default();
-        if let Some(table) = table(&transaction, DOCUMENT)?
+        if let Some(table) = open_table_if_present(&transaction, DOCUMENT_TABLE)?
             && let Some((generation, text)) = table.last()?
         {
             document = Document { generation: generation.value(), text: text.value().into() };
         }
         let rows = Rows {
             fleet,
-            services: rows(&transaction, SERVICES, str::to_owned)?,
-            servers: rows(&transaction, SERVERS, |id| id)?,
-            load_balancers: rows(&transaction, LOAD_BALANCERS, str::to_owned)?,
+            services: decode_rows(&transaction, SERVICES_TABLE, str::to_owned)?,
+            servers: decode_rows(&transaction, SERVERS_TABLE, |id| id)?,
+            load_balancers: decode_rows(&transaction, LOAD_BALANCERS_TABLE, str::to_owned)?,
             document,
-            audit: Arc::new(rows(&transaction, AUDIT, |id| id)?.into_values().collect()),
+            audit: Arc::new(decode_rows(&transaction, AUDIT_TABLE, |id| id)?.into_values().collect()),
         };
         rows.parse().map(Some)
     }
 
-    fn try_save(&mut self, rows: &Rows) -> anyhow::Result<()> {
+    fn try_save_rows(&mut self, rows: &Rows) -> anyhow::Result<()> {
         self.reopen()?;
         let transaction = self.database()?.begin_write()?;
-        transaction.delete_table(SERVICES)?;
-        transaction.delete_table(SERVERS)?;
-        transaction.delete_table(LOAD_BALANCERS)?;
-        transaction.delete_table(DOCUMENT)?;
+        transaction.delete_table(SERVICES_TABLE)?;
+        transaction.delete_table(SERVERS_TABLE)?;
+        transaction.delete_table(LOAD_BALANCERS_TABLE)?;
+        transaction.delete_table(DOCUMENT_TABLE)?;
         {
-            let mut fleet = transaction.open_table(FLEET)?;
-            fleet.insert(FLEET_ROW, encode(&rows.fleet)?.as_slice())?;
-            let mut services = transaction.open_table(SERVICES)?;
+            let mut fleet_table = transaction.open_table(FLEET_TABLE)?;
+            fleet_table.insert(FLEET_ROW_KEY, encode_row(&rows.fleet)?.as_slice())?;
+            let mut services_table = transaction.open_table(SERVICES_TABLE)?;
             for (name, service) in &rows.services {
-                services.insert(name.as_str(), encode(service)?.as_slice())?;
+                services_table.insert(name.as_str(), encode_row(service)?.as_slice())?;
             }
-            let mut servers = transaction.open_table(SERVERS)?;
+            let mut servers_table = transaction.open_table(SERVERS_TABLE)?;
             for (id, server) in &rows.servers {
-                servers.insert(id, encode(server)?.as_slice())?;
+                servers_table.insert(id, encode_row(server)?.as_slice())?;
             }
-            let mut load_balancers = transaction.open_table(LOAD_BALANCERS)?;
+            let mut load_balancers_table = transaction.open_table(LOAD_BALANCERS_TABLE)?;
             for (name, known) in &rows.load_balancers {
-                load_balancers.insert(name.as_str(), encode(known)?.as_slice())?;
+                load_balancers_table.insert(name.as_str(), encode_row(known)?.as_slice())?;
             }
-            transaction.open_table(DOCUMENT)?.insert(rows.document.generation, &*rows.document.text)?;
-            sync_rows(&transaction, AUDIT, rows.audit.iter().map(|entry| (entry.id, entry)))?;
+            transaction.open_table(DOCUMENT_TABLE)?.insert(rows.document.generation, &*rows.document.text)?;
+            sync_rows(&transaction, AUDIT_TABLE, rows.audit.iter().map(|entry| (entry.id, entry)))?;
         }
         transaction.commit()?;
         Ok(())
@@ -154,24 +156,25 @@ fn sync_rows<'a, Row: Serialize + 'a>(
     rows: impl Iterator<Item = (u64, &'a Row)>,
 ) -> anyhow::Result<()> {
     let mut table = transaction.open_table(definition)?;
-    let mut gone: BTreeSet<u64> = table.iter()?.map(|row| row.map(|(key, _)| key.value())).collect::<Result<_, _>>()?;
+    let mut removed_keys: BTreeSet<u64> =
+        table.iter()?.map(|row| row.map(|(key, _)| key.value())).collect::<Result<_, _>>()?;
     for (key, row) in rows {
-        if !gone.remove(&key) {
-            table.insert(key, encode(row)?.as_slice())?;
+        if !removed_keys.remove(&key) {
+            table.insert(key, encode_row(row)?.as_slice())?;
         }
     }
-    for key in gone {
+    for key in removed_keys {
         table.remove(key)?;
     }
     Ok(())
 }
 
-fn encode(row: &impl Serialize) -> serde_json::Result<Vec<u8>> {
+fn encode_row(row: &impl Serialize) -> serde_json::Result<Vec<u8>> {
     serde_json::to_vec(row)
 }
 
 /// Opens a table for reading; `None`: an older version created the file without this table.
-fn table<K: Key + 'static, V: Value + 'static>(
+fn open_table_if_present<K: Key + 'static, V: Value + 'static>(
     transaction: &ReadTransaction,
     definition: TableDefinition<'_, K, V>,
 ) -> anyhow::Result<Option<ReadOnlyTable<K, V>>> {
@@ -181,22 +184,22 @@ fn table<K: Key + 'static, V: Value + 'static>(
     }
 }
 
-fn rows<K: Key + 'static, Owned: Ord, Row: DeserializeOwned>(
+fn decode_rows<K: Key + 'static, Owned: Ord, Row: DeserializeOwned>(
     transaction: &ReadTransaction,
     definition: TableDefinition<'_, K, &'static [u8]>,
     own: impl Fn(K::SelfType<'_>) -> Owned,
 ) -> anyhow::Result<BTreeMap<Owned, Row>> {
-    let mut rows = BTreeMap::new();
-    let Some(table) = table(transaction, definition)? else { return Ok(rows) };
+    let mut decoded_rows = BTreeMap::new();
+    let Some(table) = open_table_if_present(transaction, definition)? else { return Ok(decoded_rows) };
     for row in table.iter()? {
         let (key, row) = row?;
-        rows.insert(own(key.value()), serde_json::from_slice(row.value())?);
+        decoded_rows.insert(own(key.value()), serde_json::from_slice(row.value())?);
     }
-    Ok(rows)
+    Ok(decoded_rows)
 }
 
-fn open(path: &Path) -> Result<Database, StoreError> {
-    let file = open_private(path).map_err(|source| StoreError::File { path: path.to_owned(), source })?;
+fn open_database(path: &Path) -> Result<Database, StoreError> {
+    let file = open_private_file(path).map_err(|source| StoreError::File { path: path.to_owned(), source })?;
     Database::builder().create_file(file).map_err(|error| match error {
         redb::DatabaseError::DatabaseAlreadyOpen => StoreError::InUse { path: path.to_owned() },
         other => StoreError::Content { store: path.display().to_string(), problem: other.to_string() },
@@ -204,17 +207,17 @@ fn open(path: &Path) -> Result<Database, StoreError> {
 }
 
 /// Reads the file into a database in memory. Opening a file after a crash repairs it, which needs writes.
-fn open_copy(path: &Path) -> anyhow::Result<Database> {
+fn open_in_memory_copy(path: &Path) -> anyhow::Result<Database> {
     let bytes = std::fs::read(path)?;
     anyhow::ensure!(!bytes.is_empty(), "nothing in it");
-    let memory = InMemoryBackend::new();
-    memory.set_len(bytes.len() as u64)?;
-    memory.write(0, &bytes)?;
-    Ok(Database::builder().create_with_backend(memory)?)
+    let memory_backend = InMemoryBackend::new();
+    memory_backend.set_len(bytes.len() as u64)?;
+    memory_backend.write(0, &bytes)?;
+    Ok(Database::builder().create_with_backend(memory_backend)?)
 }
 
 /// Opens or creates a file that only its owner can read and write.
-fn open_private(path: &Path) -> std::io::Result<File> {
+fn open_private_file(path: &Path) -> std::io::Result<File> {
     if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
         std::fs::create_dir_all(parent)?;
     }
@@ -225,42 +228,42 @@ fn open_private(path: &Path) -> std::io::Result<File> {
 mod tests {
     use std::os::unix::fs::PermissionsExt as _;
 
-    use super::super::tests::records;
+    use super::super::tests::complete_records;
     use super::*;
 
     #[test]
-    fn saved_state_is_loaded() {
+    fn saved_records_are_loaded() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("made/controller.redb");
         let mut store = EmbeddedStore::open(&path).unwrap();
         assert_eq!(store.load().unwrap(), None);
-        store.save(&records()).unwrap();
-        let mut changed = records();
-        changed.servers.pop_first();
-        changed.services.clear();
-        store.save(&changed).unwrap();
+        store.save(&complete_records()).unwrap();
+        let mut changed_records = complete_records();
+        changed_records.servers.pop_first();
+        changed_records.services.clear();
+        store.save(&changed_records).unwrap();
         drop(store);
-        assert_eq!(EmbeddedStore::open(&path).unwrap().load().unwrap(), Some(changed));
+        assert_eq!(EmbeddedStore::open(&path).unwrap().load().unwrap(), Some(changed_records));
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
     }
 
     #[test]
-    fn one_controller_per_store() {
+    fn second_controller_cannot_open_the_store() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("controller.redb");
-        let _first = EmbeddedStore::open(&path).unwrap();
+        let _first_store = EmbeddedStore::open(&path).unwrap();
         let error = EmbeddedStore::open(&path).err().unwrap().to_string();
         assert_eq!(error, format!("store {} is in use: expected one controller per store", path.display()));
     }
 
     #[test]
-    fn foreign_file_is_not_overwritten() {
+    fn file_of_another_program_is_not_overwritten() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("controller.redb");
-        let text = vec![b'x'; 10_000];
-        std::fs::write(&path, &text).unwrap();
+        let file_content = vec![b'x'; 10_000];
+        std::fs::write(&path, &file_content).unwrap();
         let error = EmbeddedStore::open(&path).err().unwrap().to_string();
         assert!(error.starts_with(&format!("store {}: ", path.display())), "{error}");
-        assert_eq!(std::fs::read(&path).unwrap(), text);
+        assert_eq!(std::fs::read(&path).unwrap(), file_content);
     }
 }

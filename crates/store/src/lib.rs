@@ -70,11 +70,11 @@ mod tests {
     use coreward_fleet::records::{Document, Membership, Records, ServerRecord, ServiceRecord};
 
     /// Returns records in which every row of the store has content.
-    pub fn records() -> Records {
+    pub fn complete_records() -> Records {
         let mut records = Records::generate(Duration::from_secs(5), &mut seeded_rng(3, 0));
         records.generation = 17;
         records.document = Document { generation: 4, text: "# The first.\nload_ewma_alpha = 0.5\n".into() };
-        records.key_ring.announce(true, 16, &mut seeded_rng(4, 0));
+        records.key_ring.announce_next_key(true, 16, &mut seeded_rng(4, 0));
         records.register_load_balancer("lb1", Some([10, 2, 0, 1].into()));
         records.register_load_balancer("lb2", None);
         records.record_disconnect("lb2", Duration::from_secs(1_700_000_000));
@@ -82,33 +82,34 @@ mod tests {
         for pool in [[1u64, 1], [1, 2]] {
             bucket_history.update(&pool.map(|id| ServerId::try_from(id).unwrap()));
         }
-        let service = ServiceRecord { index: ServiceIndex::new(63).unwrap(), seed: u64::MAX, bucket_history };
-        records.services.insert("web".into(), service);
+        let service_record =
+            ServiceRecord { index: ServiceIndex::new(63).unwrap(), hash_seed: u64::MAX, bucket_history };
+        records.services.insert("web".into(), service_record);
         for (id, left) in [(0u64, None), (16_383, Some(1_700_000_000))] {
             let membership = left.map_or(Membership::Present, |s| Membership::LeftAt(Duration::from_secs(s)));
-            let server = ServerRecord {
+            let server_record = ServerRecord {
                 name: format!("s{id}"),
                 address: [10, 2, 0, 11].into(),
                 is_in_document: left.is_none(),
                 services: [("web".to_owned(), membership)].into(),
                 drain: left.is_none().then(|| DrainRecord {
-                    since: Duration::from_secs(1_700_000_000),
+                    changed_at: Duration::from_secs(1_700_000_000),
                     generation: 16,
                     services: Some(["web".to_owned()].into()),
                 }),
                 racks: left.is_some().then(|| ["r1".to_owned()].into()),
                 vlan: if left.is_some() { Vlan::new(4094).unwrap() } else { Vlan::UNTAGGED },
             };
-            records.servers.insert(id.try_into().unwrap(), server);
+            records.servers.insert(id.try_into().unwrap(), server_record);
         }
         for n in 0..120 {
-            let note = ChangeDescription {
+            let change_description = ChangeDescription {
                 action: "drain",
                 target: format!("s{n}"),
                 before: "active".into(),
                 after: "drained".into(),
             };
-            records.record_change(&Author::signal(), note, Duration::from_secs(n));
+            records.record_change(&Author::signal(), change_description, Duration::from_secs(n));
         }
         records
     }

@@ -8,8 +8,8 @@ use std::time::Duration;
 use coreward_api::types::AuditEntry;
 use coreward_model::ServerId;
 use coreward_model::bucket_history::BucketHistory;
-use coreward_model::connection_table::OwnerNumber;
-use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
+use coreward_model::connection_table::TableOwnerNumber;
+use coreward_model::cookie::{CookieKey, FleetCookieKeys, KeyIndex};
 use coreward_model::rss::RssKey;
 use coreward_model::vlan::Vlan;
 use coreward_wire::ServiceIndex;
@@ -20,7 +20,7 @@ use coreward_fleet::records::DrainRecord;
 use coreward_fleet::records::{Document, LoadBalancerRecord, Membership, Records, ServerRecord, ServiceRecord};
 
 /// Version of the format of the rows. Rows with another version are rejected.
-const FORMAT: u32 = 5;
+const ROW_FORMAT: u32 = 5;
 
 #[derive(Debug)]
 pub struct Rows {
@@ -34,14 +34,14 @@ pub struct Rows {
 
 impl From<&Records> for Rows {
     fn from(records: &Records) -> Self {
-        let services = records.services.iter().map(|(name, service)| (name.clone(), service.into()));
-        let servers = records.servers.iter().map(|(id, server)| (id.get(), server.into()));
-        let load_balancers = records.load_balancers.iter().map(|(name, known)| (name.clone(), known.into()));
+        let service_rows = records.services.iter().map(|(name, service)| (name.clone(), service.into()));
+        let server_rows = records.servers.iter().map(|(id, server)| (id.get(), server.into()));
+        let load_balancer_rows = records.load_balancers.iter().map(|(name, known)| (name.clone(), known.into()));
         Self {
             fleet: records.into(),
-            services: services.collect(),
-            servers: servers.collect(),
-            load_balancers: load_balancers.collect(),
+            services: service_rows.collect(),
+            servers: server_rows.collect(),
+            load_balancers: load_balancer_rows.collect(),
             document: records.document.clone(),
             audit: records.audit.clone(),
         }
@@ -51,15 +51,15 @@ impl From<&Records> for Rows {
 impl Rows {
     /// Converts the rows to records. Fails on invalid values, and on another version of the format.
     pub fn parse(self) -> anyhow::Result<Records> {
-        let mut records = self.fleet.parse()?;
+        let mut records = self.fleet.into_records()?;
         for (name, row) in self.services {
-            records.services.insert(name, row.parse()?);
+            records.services.insert(name, row.into_record()?);
         }
         for (id, row) in self.servers {
-            records.servers.insert(ServerId::try_from(u64::from(id))?, row.parse()?);
+            records.servers.insert(ServerId::try_from(u64::from(id))?, row.into_record()?);
         }
         for (name, row) in self.load_balancers {
-            records.load_balancers.insert(name, row.parse()?);
+            records.load_balancers.insert(name, row.into_record()?);
         }
         records.document = self.document;
         records.audit = self.audit;
@@ -130,7 +130,7 @@ struct DrainRow {
 impl From<&Records> for FleetRow {
     fn from(records: &Records) -> Self {
         Self {
-            format: FORMAT,
+            format: ROW_FORMAT,
             generation: records.generation,
             cookie_keys: records.key_ring.keys.keys.map(|key| [key.k0, key.k1]),
             current_key: records.key_ring.keys.current.get() as u8,
@@ -147,13 +147,16 @@ impl From<&Records> for FleetRow {
 }
 
 impl FleetRow {
-    fn parse(self) -> anyhow::Result<Records> {
-        anyhow::ensure!(self.format == FORMAT, "format {}: expected {FORMAT}", self.format);
-        let current = if self.current_key == 0 { KeyIndex::First } else { KeyIndex::Second };
+    fn into_records(self) -> anyhow::Result<Records> {
+        anyhow::ensure!(self.format == ROW_FORMAT, "format {}: expected {ROW_FORMAT}", self.format);
+        let current_key = if self.current_key == 0 { KeyIndex::First } else { KeyIndex::Second };
         Ok(Records {
             generation: self.generation,
             key_ring: KeyRing {
-                keys: FleetKeys { keys: self.cookie_keys.map(|[k0, k1]| CookieKey { k0, k1 }), current },
+                keys: FleetCookieKeys {
+                    keys: self.cookie_keys.map(|[k0, k1]| CookieKey { k0, k1 }),
+                    current: current_key,
+                },
                 generation: self.keys_generation,
                 current_since: Duration::from_secs(self.current_key_since),
                 phase: self.announced.map_or(KeyPhase::Steady, |forced| KeyPhase::Announced { forced }),
@@ -171,21 +174,23 @@ impl FleetRow {
 
 impl From<&ServiceRecord> for ServiceRow {
     fn from(service: &ServiceRecord) -> Self {
-        let history = service.bucket_history.current().iter().zip(service.bucket_history.previous());
-        let buckets = history.map(|(now, before)| (now.get(), before.map(ServerId::get))).collect();
-        Self { index: service.index.get(), seed: service.seed, buckets }
+        let server_pairs =
+            service.bucket_history.current_servers().iter().zip(service.bucket_history.previous_servers());
+        let bucket_servers = server_pairs.map(|(now, before)| (now.get(), before.map(ServerId::get))).collect();
+        Self { index: service.index.get(), seed: service.hash_seed, buckets: bucket_servers }
     }
 }
 
 impl ServiceRow {
-    fn parse(self) -> anyhow::Result<ServiceRecord> {
+    fn into_record(self) -> anyhow::Result<ServiceRecord> {
         let id = |number: u16| ServerId::try_from(u64::from(number));
-        let now = self.buckets.iter().map(|(now, _)| id(*now)).collect::<Result<_, _>>()?;
-        let before = self.buckets.iter().map(|(_, before)| before.map(id).transpose()).collect::<Result<_, _>>()?;
+        let current_servers = self.buckets.iter().map(|(now, _)| id(*now)).collect::<Result<_, _>>()?;
+        let previous_servers =
+            self.buckets.iter().map(|(_, before)| before.map(id).transpose()).collect::<Result<_, _>>()?;
         Ok(ServiceRecord {
             index: ServiceIndex::parse("index", self.index.into())?,
-            seed: self.seed,
-            bucket_history: BucketHistory::from_stored(now, before).unwrap_or_default(),
+            hash_seed: self.seed,
+            bucket_history: BucketHistory::from_stored(current_servers, previous_servers).unwrap_or_default(),
         })
     }
 }
@@ -193,26 +198,26 @@ impl ServiceRow {
 impl From<&LoadBalancerRecord> for LoadBalancerRow {
     fn from(known: &LoadBalancerRecord) -> Self {
         Self {
-            owner: known.owner.map(OwnerNumber::get),
+            owner: known.owner.map(TableOwnerNumber::get),
             address: known.address,
-            left_at: known.left_at.map(|moment| moment.as_secs()),
+            left_at: known.disconnected_at.map(|moment| moment.as_secs()),
         }
     }
 }
 
 impl LoadBalancerRow {
-    fn parse(self) -> anyhow::Result<LoadBalancerRecord> {
+    fn into_record(self) -> anyhow::Result<LoadBalancerRecord> {
         Ok(LoadBalancerRecord {
-            owner: self.owner.map(|number| OwnerNumber::try_from(u64::from(number))).transpose()?,
+            owner: self.owner.map(|number| TableOwnerNumber::try_from(u64::from(number))).transpose()?,
             address: self.address,
-            left_at: self.left_at.map(Duration::from_secs),
+            disconnected_at: self.left_at.map(Duration::from_secs),
         })
     }
 }
 
 impl From<&ServerRecord> for ServerRow {
     fn from(server: &ServerRecord) -> Self {
-        let left_at = |membership: &Membership| match membership {
+        let left_at_seconds = |membership: &Membership| match membership {
             Membership::Present => None,
             Membership::LeftAt(moment) => Some(moment.as_secs()),
         };
@@ -220,9 +225,13 @@ impl From<&ServerRecord> for ServerRow {
             name: server.name.clone(),
             address: server.address,
             in_file: server.is_in_document,
-            services: server.services.iter().map(|(name, membership)| (name.clone(), left_at(membership))).collect(),
+            services: server
+                .services
+                .iter()
+                .map(|(name, membership)| (name.clone(), left_at_seconds(membership)))
+                .collect(),
             drain: server.drain.as_ref().map(|drain| DrainRow {
-                since: drain.since.as_secs(),
+                since: drain.changed_at.as_secs(),
                 generation: drain.generation,
                 services: drain.services.clone(),
             }),
@@ -233,22 +242,22 @@ impl From<&ServerRecord> for ServerRow {
 }
 
 impl ServerRow {
-    fn parse(self) -> anyhow::Result<ServerRecord> {
-        let membership = |left: Option<u64>| {
+    fn into_record(self) -> anyhow::Result<ServerRecord> {
+        let to_membership = |left: Option<u64>| {
             left.map_or(Membership::Present, |seconds| Membership::LeftAt(Duration::from_secs(seconds)))
         };
         Ok(ServerRecord {
             name: self.name,
             address: self.address,
             is_in_document: self.in_file,
-            services: self.services.into_iter().map(|(name, left)| (name, membership(left))).collect(),
+            services: self.services.into_iter().map(|(name, left)| (name, to_membership(left))).collect(),
             drain: self.drain.map(|drain| DrainRecord {
-                since: Duration::from_secs(drain.since),
+                changed_at: Duration::from_secs(drain.since),
                 generation: drain.generation,
                 services: drain.services,
             }),
             racks: self.racks,
-            vlan: Vlan::from_id(self.vlan.unwrap_or(0).into())?,
+            vlan: Vlan::from_id_or_untagged(self.vlan.unwrap_or(0).into())?,
         })
     }
 }

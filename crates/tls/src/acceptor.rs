@@ -62,14 +62,14 @@ impl Default for AcceptorLimits {
 
 #[derive(Debug)]
 pub struct ConnectionAcceptor {
-    protection: Option<Protection>,
+    protection: Option<TlsSettings>,
     limits: AcceptorLimits,
     failures: Arc<FailureCounters>,
-    connections: Mutex<Connections>,
+    connections: Mutex<ConnectionRegistry>,
 }
 
 #[derive(Debug)]
-struct Protection {
+struct TlsSettings {
     tls: Arc<Tls>,
     accepted_roles: Vec<Role>,
     client_certificates: ClientCertificates,
@@ -81,12 +81,12 @@ struct Protection {
 }
 
 #[derive(Debug, Default)]
-struct Connections {
+struct ConnectionRegistry {
     handshakes_by_address: HashMap<IpAddr, usize>,
     handshake_count: usize,
     connections_by_number: HashMap<u64, Arc<TrackedConnection>>,
     connections_by_identity: HashMap<Identity, usize>,
-    next_number: u64,
+    last_connection_number: u64,
 }
 
 #[derive(Debug)]
@@ -101,7 +101,7 @@ struct TrackedConnection {
 
 impl TrackedConnection {
     /// Ends the connection if its certificate is no longer accepted.
-    fn verify(&self, verifier: &ClientVerifier) {
+    fn close_if_untrusted(&self, verifier: &ClientVerifier) {
         let Some((own, others)) = self.chain.split_first() else { return };
         if let Err(error) = verifier.verify_client_cert(own, others, UnixTime::now())
             && !self.is_closed()
@@ -145,7 +145,7 @@ impl ConnectionAcceptor {
     ) -> Arc<Self> {
         let (accepted_roles, config, believed) =
             (accepted_roles.to_vec(), Mutex::default(), Mutex::new(tls.credentials()));
-        let protection = Some(Protection {
+        let tls_settings = Some(TlsSettings {
             tls,
             accepted_roles,
             client_certificates,
@@ -154,10 +154,10 @@ impl ConnectionAcceptor {
             checked_credentials: believed,
             config,
         });
-        Arc::new(Self { protection, limits, failures, connections: Mutex::default() })
+        Arc::new(Self { protection: tls_settings, limits, failures, connections: Mutex::default() })
     }
 
-    fn connections(&self) -> MutexGuard<'_, Connections> {
+    fn connections(&self) -> MutexGuard<'_, ConnectionRegistry> {
         self.connections.lock()
     }
 
@@ -205,7 +205,7 @@ impl ConnectionAcceptor {
     }
 
     fn reserve_slot(self: &Arc<Self>, address: SocketAddr) -> Result<HandshakeSlot, Failure> {
-        HandshakeSlot::take(self, address.ip()).inspect_err(|failure| self.failures.count(&address, failure))
+        HandshakeSlot::reserve(self, address.ip()).inspect_err(|failure| self.failures.count(&address, failure))
     }
 
     /// Accepts one connection that another listener received. A rejection is counted and logged.
@@ -264,18 +264,18 @@ impl ConnectionAcceptor {
         certificate: &Certificate,
         chain: Vec<CertificateDer<'static>>,
     ) -> Result<ConnectionGuard, Failure> {
-        let nobody =
+        let no_identity_failure =
             || Failure { reason: FailureReason::NoIdentity, message: "its certificate has no identity".to_owned() };
-        let identity = certificate.identity.clone().ok_or_else(nobody)?;
+        let identity = certificate.identity.clone().ok_or_else(no_identity_failure)?;
         let mut connections = self.connections();
         let count = connections.connections_by_identity.entry(identity.clone()).or_default();
         if *count >= self.limits.max_connections_per_identity {
             let message = format!("{identity} has {count} connections, which is the limit");
-            return Err(Failure { reason: FailureReason::TooMany, message });
+            return Err(Failure { reason: FailureReason::TooManyConnections, message });
         }
         *count += 1;
-        connections.next_number += 1;
-        let number = connections.next_number;
+        connections.last_connection_number += 1;
+        let connection_number = connections.last_connection_number;
         let connection = Arc::new(TrackedConnection {
             identity,
             fingerprint: certificate.fingerprint,
@@ -284,8 +284,8 @@ impl ConnectionAcceptor {
             is_closed: AtomicBool::new(false),
             reader_waker: Mutex::default(),
         });
-        connections.connections_by_number.insert(number, connection.clone());
-        Ok(ConnectionGuard { acceptor: self.clone(), number, connection })
+        connections.connections_by_number.insert(connection_number, connection.clone());
+        Ok(ConnectionGuard { acceptor: self.clone(), connection_number, connection })
     }
 
     /// Ends connections with expired or revoked certificates, forever, for users of [`Self::admit_connection`].
@@ -306,10 +306,12 @@ impl ConnectionAcceptor {
     pub(crate) fn close_invalid_connections_at(&self, now: Duration) {
         let Some(protection) = &self.protection else { return };
         if let Some(verifier) = protection.verifier_if_authority_removed() {
-            let tracked: Vec<Arc<TrackedConnection>> =
+            let tracked_connections: Vec<Arc<TrackedConnection>> =
                 self.connections().connections_by_number.values().cloned().collect();
             // A thread, because verification of thousands of certificates takes as long as thousands of handshakes.
-            std::thread::spawn(move || tracked.iter().for_each(|connection| connection.verify(&verifier)));
+            std::thread::spawn(move || {
+                tracked_connections.iter().for_each(|connection| connection.close_if_untrusted(&verifier))
+            });
         }
         for connection in self.connections().connections_by_number.values().filter(|connection| !connection.is_closed())
         {
@@ -328,14 +330,17 @@ impl ConnectionAcceptor {
     }
 }
 
-impl Protection {
+impl TlsSettings {
     /// Returns a verifier of open connections if an authority was removed since the last call.
     fn verifier_if_authority_removed(&self) -> Option<ClientVerifier> {
         let credentials = self.tls.credentials();
-        let mut believed = self.checked_credentials.lock();
-        let before = std::mem::replace(&mut *believed, credentials.clone());
-        let is_still = |old: &Certificate| credentials.authorities.iter().any(|new| new.fingerprint == old.fingerprint);
-        if Arc::ptr_eq(&before, &credentials) || before.authorities.iter().all(is_still) {
+        let mut checked_credentials = self.checked_credentials.lock();
+        let previous_credentials = std::mem::replace(&mut *checked_credentials, credentials.clone());
+        let is_still_trusted =
+            |old: &Certificate| credentials.authorities.iter().any(|new| new.fingerprint == old.fingerprint);
+        if Arc::ptr_eq(&previous_credentials, &credentials)
+            || previous_credentials.authorities.iter().all(is_still_trusted)
+        {
             return None;
         }
         let verifier =
@@ -358,16 +363,17 @@ impl Protection {
         {
             return Ok(config.clone());
         }
-        let new = credentials.server_config(
+        let new_config = credentials.server_config(
             &self.accepted_roles,
             self.client_certificates,
             self.revocation_list.clone(),
             self.protocols,
         );
-        let new =
-            Arc::new(new.map_err(|error| Failure { reason: FailureReason::Broken, message: format!("{error:#}") })?);
-        *config = Some((credentials, new.clone()));
-        Ok(new)
+        let new_config = Arc::new(
+            new_config.map_err(|error| Failure { reason: FailureReason::Broken, message: format!("{error:#}") })?,
+        );
+        *config = Some((credentials, new_config.clone()));
+        Ok(new_config)
     }
 }
 
@@ -377,13 +383,13 @@ struct HandshakeSlot {
 }
 
 impl HandshakeSlot {
-    fn take(acceptor: &Arc<ConnectionAcceptor>, address: IpAddr) -> Result<Self, Failure> {
+    fn reserve(acceptor: &Arc<ConnectionAcceptor>, address: IpAddr) -> Result<Self, Failure> {
         let mut connections = acceptor.connections();
         let (all, limits) = (connections.handshake_count, &acceptor.limits);
         let count = connections.handshakes_by_address.get(&address).copied().unwrap_or(0);
         if all >= limits.max_handshakes || count >= limits.max_handshakes_per_address {
             let message = format!("{count} handshakes of its address, {all} in all, are not done, which is the limit");
-            return Err(Failure { reason: FailureReason::TooMany, message });
+            return Err(Failure { reason: FailureReason::TooManyConnections, message });
         }
         connections.handshakes_by_address.insert(address, count + 1);
         connections.handshake_count += 1;
@@ -408,14 +414,14 @@ impl Drop for HandshakeSlot {
 #[derive(Debug)]
 struct ConnectionGuard {
     acceptor: Arc<ConnectionAcceptor>,
-    number: u64,
+    connection_number: u64,
     connection: Arc<TrackedConnection>,
 }
 
 impl Drop for ConnectionGuard {
     fn drop(&mut self) {
         let mut connections = self.acceptor.connections();
-        connections.connections_by_number.remove(&self.number);
+        connections.connections_by_number.remove(&self.connection_number);
         if let Some(count) = connections.connections_by_identity.get_mut(&self.connection.identity) {
             *count -= 1;
             if *count == 0 {

@@ -78,61 +78,68 @@ impl Authority {
     pub fn init(directory: &Path, fleet: &Name, length: Duration) -> anyhow::Result<Self> {
         fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
         let authority = Self { directory: directory.to_owned() };
-        let file = authority.path("authority.key");
-        ensure!(!file.exists(), "{} exists: expected a directory without an authority", file.display());
-        authority.generate("authority", fleet, Validity::from_now(length), &["authority"])?;
+        let key_path = authority.file_path("authority.key");
+        ensure!(!key_path.exists(), "{} exists: expected a directory without an authority", key_path.display());
+        authority.create_authority_files("authority", fleet, Validity::from_now(length), &["authority"])?;
         Ok(authority)
     }
 
     pub fn open(directory: &Path) -> anyhow::Result<Self> {
         let authority = Self { directory: directory.to_owned() };
-        let file = authority.path("authority.key");
+        let key_path = authority.file_path("authority.key");
         ensure!(
-            file.exists(),
+            key_path.exists(),
             "{} is not there: expected an authority, which `coreward certs init` makes",
-            file.display()
+            key_path.display()
         );
         Ok(authority)
     }
 
-    fn path(&self, file: &str) -> PathBuf {
+    fn file_path(&self, file: &str) -> PathBuf {
         self.directory.join(file)
     }
 
     /// Returns the path of the file with the trusted certificates.
     pub fn ca_path(&self) -> PathBuf {
-        self.path("ca.crt")
+        self.file_path("ca.crt")
     }
 
-    fn read(&self, file: &str) -> anyhow::Result<String> {
-        let path = self.path(file);
+    fn read_file(&self, file: &str) -> anyhow::Result<String> {
+        let path = self.file_path(file);
         fs::read_to_string(&path).with_context(|| path.display().to_string())
     }
 
     /// Creates key and certificate of an authority, and writes the certificates named in `published` to ca.crt.
-    fn generate(&self, name: &str, fleet: &Name, validity: Validity, published: &[&str]) -> anyhow::Result<()> {
-        let key = KeyPair::generate()?;
+    fn create_authority_files(
+        &self,
+        name: &str,
+        fleet: &Name,
+        validity: Validity,
+        published: &[&str],
+    ) -> anyhow::Result<()> {
+        let key_pair = KeyPair::generate()?;
         let mut params = CertificateParams::default();
         params.distinguished_name.push(DnType::OrganizationName, fleet.as_str());
         params.distinguished_name.push(DnType::CommonName, format!("coreward authority of {fleet}"));
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
         (params.not_before, params.not_after) = (to_date_time(validity.not_before)?, to_date_time(validity.not_after)?);
-        let certificate = params.self_signed(&key)?;
-        write(&self.path(&format!("{name}.crt")), &certificate.pem())?;
-        self.publish(published)?;
-        write_secret(&self.path(&format!("{name}.key")), key.serialize_pem())
+        let certificate = params.self_signed(&key_pair)?;
+        write(&self.file_path(&format!("{name}.crt")), &certificate.pem())?;
+        self.write_ca_file(published)?;
+        write_secret(&self.file_path(&format!("{name}.key")), key_pair.serialize_pem())
     }
 
     /// Writes the certificates of the authorities in `names` to ca.crt.
-    fn publish(&self, names: &[&str]) -> anyhow::Result<()> {
-        let all: anyhow::Result<Vec<String>> = names.iter().map(|name| self.read(&format!("{name}.crt"))).collect();
-        write(&self.ca_path(), &all?.concat())
+    fn write_ca_file(&self, names: &[&str]) -> anyhow::Result<()> {
+        let certificates: anyhow::Result<Vec<String>> =
+            names.iter().map(|name| self.read_file(&format!("{name}.crt"))).collect();
+        write(&self.ca_path(), &certificates?.concat())
     }
 
     pub fn fleet(&self) -> anyhow::Result<Name> {
-        let der = CertificateDer::from_pem_slice(self.read("authority.crt")?.as_bytes())?;
-        let (_, parsed) = x509_parser::parse_x509_certificate(&der)?;
+        let certificate_der = CertificateDer::from_pem_slice(self.read_file("authority.crt")?.as_bytes())?;
+        let (_, parsed) = x509_parser::parse_x509_certificate(&certificate_der)?;
         let organization = parsed.subject().iter_organization().next().and_then(|name| name.as_str().ok());
         let name =
             organization.context("authority.crt names no fleet (O): expected one that `coreward certs init` made")?;
@@ -146,21 +153,22 @@ impl Authority {
         addresses: &[String],
         validity: Validity,
     ) -> anyhow::Result<IssuedCertificate> {
-        let signer = self.read("authority.crt")?;
-        let own = Certificate::read(&CertificateDer::from_pem_slice(signer.as_bytes())?).map_err(anyhow::Error::msg)?;
+        let authority_pem = self.read_file("authority.crt")?;
+        let authority_certificate = Certificate::read(&CertificateDer::from_pem_slice(authority_pem.as_bytes())?)
+            .map_err(anyhow::Error::msg)?;
         ensure!(
-            validity.not_after <= own.not_after,
+            validity.not_after <= authority_certificate.not_after,
             "the authority ends before this certificate would: expected at most {} days, or `coreward certs roll-over`",
-            own.remaining_validity(unix_now()).as_secs() / DAY.as_secs()
+            authority_certificate.remaining_validity(unix_now()).as_secs() / DAY.as_secs()
         );
-        let secret = self.read_key("authority.key")?;
+        let authority_key = self.read_key("authority.key")?;
         ensure!(
-            self.is_signed_by(&secret, "authority.crt")?,
+            self.is_signed_by(&authority_key, "authority.crt")?,
             "authority.crt is no certificate of authority.key: expected `coreward certs roll-over switch` again, where \
              that was interrupted"
         );
-        let issuer = Issuer::from_ca_cert_pem(&signer, secret)?;
-        let key = KeyPair::generate()?;
+        let issuer = Issuer::from_ca_cert_pem(&authority_pem, authority_key)?;
+        let key_pair = KeyPair::generate()?;
         let mut params = CertificateParams::new(addresses.to_vec())?;
         params.distinguished_name.push(DnType::OrganizationName, identity.fleet.as_str());
         params.distinguished_name.push(DnType::CommonName, identity.to_string());
@@ -172,64 +180,64 @@ impl Authority {
         }
         params.use_authority_key_identifier_extension = true;
         (params.not_before, params.not_after) = (to_date_time(validity.not_before)?, to_date_time(validity.not_after)?);
-        let certificate = params.signed_by(&key, &issuer)?;
-        Ok(IssuedCertificate { certificate_pem: certificate.pem(), key_pem: key.serialize_pem() })
+        let certificate = params.signed_by(&key_pair, &issuer)?;
+        Ok(IssuedCertificate { certificate_pem: certificate.pem(), key_pem: key_pair.serialize_pem() })
     }
 
     /// Executes one step of the authority's replacement. Fails if another step is due.
     pub fn roll_over(&self, step: RolloverStep, length: Duration) -> anyhow::Result<()> {
-        let is_there = |file: &str| self.path(file).exists();
+        let exists = |file: &str| self.file_path(file).exists();
         match step {
             RolloverStep::Begin => {
-                ensure!(!is_there("next.key"), "next.key exists: expected `switch`, the second step");
+                ensure!(!exists("next.key"), "next.key exists: expected `switch`, the second step");
                 ensure!(
-                    !is_there("previous.crt"),
+                    !exists("previous.crt"),
                     "previous.crt exists: expected `finish`, the last step of the roll-over before"
                 );
-                self.generate("next", &self.fleet()?, Validity::from_now(length), &["authority", "next"])
+                self.create_authority_files("next", &self.fleet()?, Validity::from_now(length), &["authority", "next"])
             }
             RolloverStep::Switch => {
                 ensure!(
-                    is_there("next.key") || !is_there("previous.crt"),
+                    exists("next.key") || !exists("previous.crt"),
                     "previous.crt exists, and no next.key: the new authority signs already: expected `finish`, the \
                      last step"
                 );
-                ensure!(is_there("next.key"), "next.key is not there: expected `begin`, the first step");
-                self.switch()
+                ensure!(exists("next.key"), "next.key is not there: expected `begin`, the first step");
+                self.switch_to_next()
             }
             RolloverStep::Finish => {
-                ensure!(!is_there("next.key"), "next.key exists: expected `switch`, the second step");
-                ensure!(is_there("previous.crt"), "previous.crt is not there: expected `switch`, the second step");
-                self.publish(&["authority"])?;
-                disk::remove(&self.path("previous.crt"))
+                ensure!(!exists("next.key"), "next.key exists: expected `switch`, the second step");
+                ensure!(exists("previous.crt"), "previous.crt is not there: expected `switch`, the second step");
+                self.write_ca_file(&["authority"])?;
+                disk::remove(&self.file_path("previous.crt"))
             }
         }
     }
 
     /// Moves the files of `next` to `authority`, and continues an interrupted attempt.
-    fn switch(&self) -> anyhow::Result<()> {
-        let next = self.read_key("next.key")?;
-        if !self.is_signed_by(&next, "authority.crt")? {
+    fn switch_to_next(&self) -> anyhow::Result<()> {
+        let next_key = self.read_key("next.key")?;
+        if !self.is_signed_by(&next_key, "authority.crt")? {
             ensure!(
-                self.is_signed_by(&next, "next.crt")?,
+                self.is_signed_by(&next_key, "next.crt")?,
                 "next.crt is no certificate of next.key: expected those of `begin`, the first step: remove both, and \
                  begin again"
             );
-            write(&self.path("previous.crt"), &self.read("authority.crt")?)?;
-            disk::rename(&self.path("next.crt"), &self.path("authority.crt"))?;
+            write(&self.file_path("previous.crt"), &self.read_file("authority.crt")?)?;
+            disk::rename(&self.file_path("next.crt"), &self.file_path("authority.crt"))?;
         }
-        self.publish(&["authority", "previous"])?;
-        disk::rename(&self.path("next.key"), &self.path("authority.key"))
+        self.write_ca_file(&["authority", "previous"])?;
+        disk::rename(&self.file_path("next.key"), &self.file_path("authority.key"))
     }
 
     fn read_key(&self, file: &str) -> anyhow::Result<KeyPair> {
-        let text = coreward_config::read_secret(&self.path(file)).map_err(anyhow::Error::msg)?;
-        KeyPair::from_pem(&text).with_context(|| self.path(file).display().to_string())
+        let pem = coreward_config::read_secret(&self.file_path(file)).map_err(anyhow::Error::msg)?;
+        KeyPair::from_pem(&pem).with_context(|| self.file_path(file).display().to_string())
     }
 
     fn is_signed_by(&self, key: &KeyPair, certificate: &str) -> anyhow::Result<bool> {
-        let der = CertificateDer::from_pem_slice(self.read(certificate)?.as_bytes())?;
-        let (_, parsed) = x509_parser::parse_x509_certificate(&der)?;
+        let certificate_der = CertificateDer::from_pem_slice(self.read_file(certificate)?.as_bytes())?;
+        let (_, parsed) = x509_parser::parse_x509_certificate(&certificate_der)?;
         Ok(parsed.public_key().raw == key.subject_public_key_info())
     }
 }
@@ -242,7 +250,7 @@ impl IssuedCertificate {
     /// Writes ca.crt, own.crt and own.key to a directory.
     pub fn write(&self, directory: &Path, authority: &Authority) -> anyhow::Result<()> {
         fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
-        write(&directory.join("ca.crt"), &authority.read("ca.crt")?)?;
+        write(&directory.join("ca.crt"), &authority.read_file("ca.crt")?)?;
         write_secret(&directory.join("own.key"), &self.key_pem)?;
         write(&directory.join("own.crt"), &self.certificate_pem)
     }

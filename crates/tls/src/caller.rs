@@ -32,7 +32,7 @@ impl Caller {
     }
 
     /// Requires one of these roles, or fails with PERMISSION_DENIED. Without TLS every peer is permitted.
-    pub fn require(&self, roles: &[Role]) -> Result<(), Status> {
+    pub fn require_role(&self, roles: &[Role]) -> Result<(), Status> {
         match &self.identity {
             None if !self.is_encrypted => Ok(()),
             Some(identity) if roles.contains(&identity.role) => Ok(()),
@@ -47,7 +47,7 @@ impl Caller {
 
     /// Requires a certificate of `role` with `name`, or fails with PERMISSION_DENIED.
     pub fn require_name(&self, role: Role, name: &str) -> Result<(), Status> {
-        self.require(&[role])?;
+        self.require_role(&[role])?;
         match &self.identity {
             Some(identity) if identity.name.as_str() != name => {
                 let message = format!(
@@ -71,27 +71,27 @@ mod tests {
 
     use super::*;
 
-    fn caller(identity: Option<&str>, is_encrypted: bool) -> Caller {
+    fn test_caller(identity: Option<&str>, is_encrypted: bool) -> Caller {
         let identity = identity.map(|uri| uri.parse().unwrap());
         Caller { address: SocketAddr::from(([192, 0, 2, 1], 5)), identity, is_encrypted }
     }
 
     #[test]
     fn agent_reports_for_its_own_server_only() {
-        let agent = caller(Some("coreward://prod/agent/s1"), true);
+        let agent = test_caller(Some("coreward://prod/agent/s1"), true);
         assert!(agent.require_name(Role::Agent, "s1").is_ok());
-        let refused = agent.require_name(Role::Agent, "s2").unwrap_err();
-        assert_eq!(refused.code(), Code::PermissionDenied);
-        assert_eq!(refused.message(), "the certificate is for agent s1, not for agent s2: expected its own name");
-        let refused = agent.require_name(Role::Lb, "s1").unwrap_err();
-        assert_eq!(refused.message(), "the certificate is for agent s1: expected lb");
-        assert!(agent.require(&[Role::Operator, Role::Viewer]).is_err());
+        let error = agent.require_name(Role::Agent, "s2").unwrap_err();
+        assert_eq!(error.code(), Code::PermissionDenied);
+        assert_eq!(error.message(), "the certificate is for agent s1, not for agent s2: expected its own name");
+        let error = agent.require_name(Role::Lb, "s1").unwrap_err();
+        assert_eq!(error.message(), "the certificate is for agent s1: expected lb");
+        assert!(agent.require_role(&[Role::Operator, Role::Viewer]).is_err());
     }
 
     #[test]
     fn plain_connection_has_every_permission() {
-        assert!(caller(None, false).require_name(Role::Lb, "lb1").is_ok());
-        let refused = caller(None, true).require(&[Role::Viewer]).unwrap_err();
-        assert_eq!(refused.message(), "the certificate is for no identity: expected viewer");
+        assert!(test_caller(None, false).require_name(Role::Lb, "lb1").is_ok());
+        let error = test_caller(None, true).require_role(&[Role::Viewer]).unwrap_err();
+        assert_eq!(error.message(), "the certificate is for no identity: expected viewer");
     }
 }

@@ -41,14 +41,15 @@ impl Certificate {
         if identities.next().is_some() {
             return Err(format!("it has several names that begin with {URI_SCHEME}: expected one"));
         }
-        let seconds = |time: x509_parser::time::ASN1Time| Duration::from_secs(time.timestamp().max(0).unsigned_abs());
+        let to_duration =
+            |time: x509_parser::time::ASN1Time| Duration::from_secs(time.timestamp().max(0).unsigned_abs());
         Ok(Self {
             subject: parsed.subject().to_string(),
             identity,
-            addresses: names.iter().filter_map(address).collect(),
+            addresses: names.iter().filter_map(host_name_or_address).collect(),
             is_authority: parsed.is_ca(),
-            not_before: seconds(parsed.validity().not_before),
-            not_after: seconds(parsed.validity().not_after),
+            not_before: to_duration(parsed.validity().not_before),
+            not_after: to_duration(parsed.validity().not_after),
             fingerprint: Fingerprint::of(der),
         })
     }
@@ -64,7 +65,7 @@ impl Certificate {
     }
 }
 
-fn address(name: &GeneralName<'_>) -> Option<String> {
+fn host_name_or_address(name: &GeneralName<'_>) -> Option<String> {
     match name {
         GeneralName::DNSName(name) => Some((*name).to_owned()),
         GeneralName::IPAddress([a, b, c, d]) => Some(std::net::Ipv4Addr::new(*a, *b, *c, *d).to_string()),
@@ -108,10 +109,11 @@ impl std::str::FromStr for Fingerprint {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let digits: Vec<u8> = text.bytes().filter(|byte| *byte != b':').collect();
-        let byte = |pair: &[u8]| u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok();
-        let bytes: Option<Vec<u8>> = digits.chunks(2).map(byte).collect();
-        let bytes = bytes.filter(|_| digits.iter().all(u8::is_ascii_hexdigit)).and_then(|bytes| bytes.try_into().ok());
+        let hex_digits: Vec<u8> = text.bytes().filter(|byte| *byte != b':').collect();
+        let parse_byte = |pair: &[u8]| u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok();
+        let bytes: Option<Vec<u8>> = hex_digits.chunks(2).map(parse_byte).collect();
+        let bytes =
+            bytes.filter(|_| hex_digits.iter().all(u8::is_ascii_hexdigit)).and_then(|bytes| bytes.try_into().ok());
         bytes.map(Self).ok_or_else(|| {
             format!(
                 "fingerprint {text:?}: expected the 32 bytes of a SHA-256 in hexadecimal, as `coreward certs show` \

@@ -89,7 +89,7 @@ struct AuthorityArgs {
     directory: PathBuf,
 }
 
-fn days(days: u32) -> Duration {
+fn days_to_duration(days: u32) -> Duration {
     DAY * days
 }
 
@@ -97,7 +97,7 @@ fn days(days: u32) -> Duration {
 pub fn run(args: &CertsArgs) -> anyhow::Result<String> {
     match &args.command {
         Command::Init { fleet, days: length, folder } => {
-            let authority = Authority::init(&folder.directory, fleet, days(*length))?;
+            let authority = Authority::init(&folder.directory, fleet, days_to_duration(*length))?;
             let directory = folder.directory.display();
             Ok(format!(
                 "{}: the authority of fleet {fleet}, for every part\n{directory}/authority.key: keep it here, who has \
@@ -108,60 +108,60 @@ pub fn run(args: &CertsArgs) -> anyhow::Result<String> {
         Command::Issue { role, name, address, days: length, out, folder } => {
             let authority = Authority::open(&folder.directory)?;
             let identity = Identity { fleet: authority.fleet()?, role: *role, name: name.clone() };
-            let beside = || folder.directory.join(format!("{role}-{name}").replace('/', "_"));
-            let out = out.clone().unwrap_or_else(beside);
-            ensure_same_owner(&out, &identity)?;
-            issue(&authority, &identity, address, days(*length), &out)?;
+            let default_directory = || folder.directory.join(format!("{role}-{name}").replace('/', "_"));
+            let output_directory = out.clone().unwrap_or_else(default_directory);
+            ensure_same_owner(&output_directory, &identity)?;
+            issue_and_write(&authority, &identity, address, days_to_duration(*length), &output_directory)?;
             Ok(format!(
                 "{}: for {identity}, {length} days. In its file, with the directory at its machine:\n\n[tls]\nca = \
                  \"ca.crt\"\n\
                  certificate = \"own.crt\"\nkey = \"own.key\"",
-                out.display()
+                output_directory.display()
             ))
         }
         Command::Renew { bundles, days: length, folder } => {
             let authority = Authority::open(&folder.directory)?;
-            let renewed: anyhow::Result<Vec<String>> =
-                bundles.iter().map(|bundle| renew(&authority, bundle, length.map(days))).collect();
-            Ok(renewed?.join("\n"))
+            let lines: anyhow::Result<Vec<String>> =
+                bundles.iter().map(|bundle| renew(&authority, bundle, length.map(days_to_duration))).collect();
+            Ok(lines?.join("\n"))
         }
-        Command::Show { files } => show(files),
+        Command::Show { files } => format_certificate_table(files),
         Command::RollOver { step, days: length, folder } => {
             let authority = Authority::open(&folder.directory)?;
-            authority.roll_over(*step, days(*length))?;
-            let next = match step {
+            authority.roll_over(*step, days_to_duration(*length))?;
+            let next_step = match step {
                 RolloverStep::Begin => {
                     "copy the new ca.crt to every daemon, or `coreward certs renew` all bundles; then `switch`"
                 }
                 RolloverStep::Switch => "`coreward certs renew` all bundles, and copy them; then `finish`",
                 RolloverStep::Finish => "copy the new ca.crt to every daemon, or renew its certificate when due",
             };
-            Ok(format!("{}: {next}", authority.ca_path().display()))
+            Ok(format!("{}: {next_step}", authority.ca_path().display()))
         }
     }
 }
 
 /// Parses a host as certificates name it: a DNS name or an IP address.
 fn host(text: &str) -> Result<String, String> {
-    let expected = || format!("{text:?}: expected a host name or an IP address, as \"c1.example\" or \"10.1.0.1\"");
-    ServerName::try_from(text).map(|_| text.to_owned()).map_err(|_| expected())
+    let error_text = || format!("{text:?}: expected a host name or an IP address, as \"c1.example\" or \"10.1.0.1\"");
+    ServerName::try_from(text).map(|_| text.to_owned()).map_err(|_| error_text())
 }
 
 /// Checks that the files of a certificate are replaced only by files for the same owner.
 fn ensure_same_owner(bundle: &Path, identity: &Identity) -> anyhow::Result<()> {
-    let path = bundle.join("own.crt");
-    let Ok(certificates) = read_certificates(&path) else { return Ok(()) };
+    let certificate_path = bundle.join("own.crt");
+    let Ok(certificates) = read_certificates(&certificate_path) else { return Ok(()) };
     if let Some(other) = certificates.first().and_then(|own| own.identity.as_ref()).filter(|other| *other != identity) {
         anyhow::bail!(
             "{} is for {other} of fleet {}: expected another --out for {identity}",
-            path.display(),
+            certificate_path.display(),
             other.fleet
         );
     }
     Ok(())
 }
 
-fn issue(
+fn issue_and_write(
     authority: &Authority,
     identity: &Identity,
     addresses: &[String],
@@ -172,39 +172,42 @@ fn issue(
 }
 
 fn renew(authority: &Authority, bundle: &Path, length: Option<Duration>) -> anyhow::Result<String> {
-    let path = bundle.join("own.crt");
-    let old = read_certificates(&path)?.swap_remove(0);
-    let identity = old.identity.with_context(|| format!("{} has no identity of a fleet", path.display()))?;
+    let certificate_path = bundle.join("own.crt");
+    let old_certificate = read_certificates(&certificate_path)?.swap_remove(0);
+    let identity = old_certificate
+        .identity
+        .with_context(|| format!("{} has no identity of a fleet", certificate_path.display()))?;
     let fleet = authority.fleet()?;
     anyhow::ensure!(
         identity.fleet == fleet,
         "{}: it is of fleet {}, the authority of {fleet}",
-        path.display(),
+        certificate_path.display(),
         identity.fleet
     );
-    let length = length.unwrap_or(old.not_after.saturating_sub(old.not_before + CLOCK_TOLERANCE));
-    issue(authority, &identity, &old.addresses, length, bundle)?;
-    Ok(format!("{}: for {identity}, until {}", bundle.display(), format_date(unix_now() + length)))
+    let validity_length =
+        length.unwrap_or(old_certificate.not_after.saturating_sub(old_certificate.not_before + CLOCK_TOLERANCE));
+    issue_and_write(authority, &identity, &old_certificate.addresses, validity_length, bundle)?;
+    Ok(format!("{}: for {identity}, until {}", bundle.display(), format_date(unix_now() + validity_length)))
 }
 
 fn format_date(since_1970: Duration) -> String {
     humantime::format_rfc3339_seconds(UNIX_EPOCH + since_1970).to_string()
 }
 
-fn show(files: &[PathBuf]) -> anyhow::Result<String> {
+fn format_certificate_table(files: &[PathBuf]) -> anyhow::Result<String> {
     let mut table = Table::new();
     table.load_style(comfy_table::presets::NOTHING);
     table.set_header(["file", "for", "fleet", "until", "addresses", "fingerprint (SHA-256)"]);
     for file in files {
         for certificate in read_certificates(file)? {
-            table.add_row(row(file, &certificate));
+            table.add_row(certificate_row(file, &certificate));
         }
     }
     Ok(table.to_string())
 }
 
-fn row(file: &Path, certificate: &Certificate) -> [String; 6] {
-    let whose = match &certificate.identity {
+fn certificate_row(file: &Path, certificate: &Certificate) -> [String; 6] {
+    let owner_and_fleet = match &certificate.identity {
         Some(identity) => (identity.to_string(), identity.fleet.to_string()),
         None if certificate.is_authority => (format!("authority: {}", certificate.subject), String::new()),
         None => (certificate.subject.clone(), String::new()),
@@ -214,7 +217,14 @@ fn row(file: &Path, certificate: &Certificate) -> [String; 6] {
         _ => format_date(certificate.not_after),
     };
     let addresses = certificate.addresses.join(", ");
-    [file.display().to_string(), whose.0, whose.1, validity, addresses, certificate.fingerprint.to_string()]
+    [
+        file.display().to_string(),
+        owner_and_fleet.0,
+        owner_and_fleet.1,
+        validity,
+        addresses,
+        certificate.fingerprint.to_string(),
+    ]
 }
 
 #[cfg(test)]
@@ -232,26 +242,26 @@ mod tests {
     #[test]
     fn certificate_bundle_has_one_role_and_valid_hosts() {
         let directory = tempfile::tempdir().unwrap();
-        let folder = directory.path().join("certs");
-        let certs = |arguments: &[&str]| {
-            let arguments = [&["certs"], arguments, &["--directory", folder.to_str().unwrap()]].concat();
-            let parsed = Cli::try_parse_from(arguments).map_err(|error| error.to_string())?;
-            run(&parsed.certs).map_err(|error| error.to_string())
+        let authority_directory = directory.path().join("certs");
+        let run_certs = |arguments: &[&str]| {
+            let arguments = [&["certs"], arguments, &["--directory", authority_directory.to_str().unwrap()]].concat();
+            let cli = Cli::try_parse_from(arguments).map_err(|error| error.to_string())?;
+            run(&cli.certs).map_err(|error| error.to_string())
         };
-        certs(&["init", "--fleet", "prod"]).unwrap();
+        run_certs(&["init", "--fleet", "prod"]).unwrap();
         for good in ["c1.example", "10.1.0.1", "fd00::1", "localhost"] {
-            certs(&["issue", "--role", "controller", "--name", "c1", "--address", good]).unwrap();
+            run_certs(&["issue", "--role", "controller", "--name", "c1", "--address", good]).unwrap();
         }
         for bad in ["bad host", "", "https://c1.example", "10.1.0.1:7401"] {
-            let refused = certs(&["issue", "--role", "controller", "--name", "c1", "--address", bad]).unwrap_err();
-            assert!(refused.contains("expected a host name or an IP address"), "{refused}");
+            let error = run_certs(&["issue", "--role", "controller", "--name", "c1", "--address", bad]).unwrap_err();
+            assert!(error.contains("expected a host name or an IP address"), "{error}");
         }
         // Both names make the same folder.
-        certs(&["issue", "--role", "agent", "--name", "a/b"]).unwrap();
-        let key = std::fs::read(folder.join("agent-a_b/own.key")).unwrap();
-        let refused = certs(&["issue", "--role", "agent", "--name", "a_b"]).unwrap_err();
-        assert!(refused.contains("own.crt is for agent a/b of fleet prod: expected another --out"), "{refused}");
-        assert_eq!(std::fs::read(folder.join("agent-a_b/own.key")).unwrap(), key);
-        certs(&["issue", "--role", "agent", "--name", "a/b"]).unwrap();
+        run_certs(&["issue", "--role", "agent", "--name", "a/b"]).unwrap();
+        let key = std::fs::read(authority_directory.join("agent-a_b/own.key")).unwrap();
+        let error = run_certs(&["issue", "--role", "agent", "--name", "a_b"]).unwrap_err();
+        assert!(error.contains("own.crt is for agent a/b of fleet prod: expected another --out"), "{error}");
+        assert_eq!(std::fs::read(authority_directory.join("agent-a_b/own.key")).unwrap(), key);
+        run_certs(&["issue", "--role", "agent", "--name", "a/b"]).unwrap();
     }
 }

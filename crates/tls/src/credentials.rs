@@ -44,21 +44,21 @@ pub struct Credentials {
     pub own_certificate: Certificate,
     pub authorities: Vec<Certificate>,
     roots: Arc<RootCertStore>,
-    chain: Vec<CertificateDer<'static>>,
-    key: PrivateKeyDer<'static>,
+    certificate_chain: Vec<CertificateDer<'static>>,
+    private_key: PrivateKeyDer<'static>,
 }
 
 impl Credentials {
-    pub fn problems(files: &CredentialFiles) -> Vec<CredentialError> {
-        let each = [
+    pub fn find_problems(files: &CredentialFiles) -> Vec<CredentialError> {
+        let problems = [
             read_authorities(&files.ca).err(),
             read_chain("certificate", &files.certificate).err(),
             read_private_key(&files.key).err(),
         ];
-        let each: Vec<CredentialError> = each.into_iter().flatten().collect();
-        match each.is_empty() {
+        let problems: Vec<CredentialError> = problems.into_iter().flatten().collect();
+        match problems.is_empty() {
             true => Self::load(files).err().into_iter().collect(),
-            false => each,
+            false => problems,
         }
     }
 
@@ -68,13 +68,20 @@ impl Credentials {
         let chain = read_chain("certificate", path)?;
         let own_certificate =
             Certificate::read(&chain[0]).map_err(|problem| credential_error("certificate", path, problem))?;
-        let nobody = || {
+        let no_identity_error = || {
             let expected = "expected a URI coreward://FLEET/ROLE/NAME among its subject alternative names";
             credential_error("certificate", path, format!("the first certificate has no identity: {expected}"))
         };
-        let identity = own_certificate.identity.clone().ok_or_else(nobody)?;
-        let key = read_private_key(&files.key)?;
-        let credentials = Self { identity, own_certificate, authorities, roots: Arc::new(roots), chain, key };
+        let identity = own_certificate.identity.clone().ok_or_else(no_identity_error)?;
+        let private_key = read_private_key(&files.key)?;
+        let credentials = Self {
+            identity,
+            own_certificate,
+            authorities,
+            roots: Arc::new(roots),
+            certificate_chain: chain,
+            private_key,
+        };
         // A configuration can be built only if key and certificate belong together.
         credentials.client_config(&[Role::Controller], ExpectedHost::Any, "h2").map_err(|error| {
             credential_error("key", &files.key, format!("{error}: expected the key of {}", path.display()))
@@ -91,8 +98,8 @@ impl Credentials {
     ) -> Result<ClientConfig, rustls::Error> {
         let fleet = Some(self.identity.fleet.clone());
         let builder = client_builder(self.roots.clone(), fleet, expected, host)?;
-        let config = builder.with_client_auth_cert(self.chain.clone(), self.key.clone_key())?;
-        Ok(finish_config(config, protocol))
+        let config = builder.with_client_auth_cert(self.certificate_chain.clone(), self.private_key.clone_key())?;
+        Ok(finish_client_config(config, protocol))
     }
 
     pub fn client_verifier(
@@ -102,7 +109,7 @@ impl Credentials {
         revoked: RevocationList,
     ) -> anyhow::Result<ClientVerifier> {
         let fleet = self.identity.fleet.clone();
-        ClientVerifier::new(self.roots.clone(), &provider(), fleet, accepted, certificates, revoked)
+        ClientVerifier::new(self.roots.clone(), &crypto_provider(), fleet, accepted, certificates, revoked)
     }
 
     /// Returns the TLS configuration for connections from peers of one of these roles.
@@ -114,9 +121,9 @@ impl Credentials {
         protocols: &[&str],
     ) -> anyhow::Result<ServerConfig> {
         let verifier = self.client_verifier(accepted, certificates, revoked)?;
-        let builder = ServerConfig::builder_with_provider(provider()).with_protocol_versions(&[&TLS13])?;
+        let builder = ServerConfig::builder_with_provider(crypto_provider()).with_protocol_versions(&[&TLS13])?;
         let builder = builder.with_client_cert_verifier(Arc::new(verifier));
-        let mut config = builder.with_single_cert(self.chain.clone(), self.key.clone_key())?;
+        let mut config = builder.with_single_cert(self.certificate_chain.clone(), self.private_key.clone_key())?;
         // No resumption, for the same reason as in `client`.
         (config.send_tls13_tickets, config.session_storage) = (0, Arc::new(NoServerSessionStorage {}));
         config.alpn_protocols = protocols.iter().map(|protocol| protocol.as_bytes().to_vec()).collect();
@@ -125,8 +132,8 @@ impl Credentials {
 }
 
 fn read_private_key(path: &Path) -> Result<PrivateKeyDer<'static>, CredentialError> {
-    let text = coreward_config::read_secret(path).map_err(|message| CredentialError { config_key: "key", message })?;
-    PrivateKeyDer::from_pem_slice(text.as_bytes())
+    let pem = coreward_config::read_secret(path).map_err(|message| CredentialError { config_key: "key", message })?;
+    PrivateKeyDer::from_pem_slice(pem.as_bytes())
         .map_err(|error| credential_error("key", path, format!("{error}: expected a private key in PEM")))
 }
 
@@ -140,7 +147,7 @@ pub fn client_without_certificate(
     let (roots, _) = read_authorities(ca)?;
     let builder =
         client_builder(Arc::new(roots), None, expected, host).map_err(|error| credential_error("ca", ca, error))?;
-    Ok(finish_config(builder.with_no_client_auth(), protocol))
+    Ok(finish_client_config(builder.with_no_client_auth(), protocol))
 }
 
 fn client_builder(
@@ -149,31 +156,32 @@ fn client_builder(
     expected: &[Role],
     host: ExpectedHost,
 ) -> Result<ConfigBuilder<ClientConfig, WantsClientCert>, rustls::Error> {
-    let provider = provider();
+    let provider = crypto_provider();
     let verifier = ServerVerifier::new(roots, &provider, fleet, expected, host);
     let builder = ClientConfig::builder_with_provider(provider).with_protocol_versions(&[&TLS13])?;
     Ok(builder.dangerous().with_custom_certificate_verifier(Arc::new(verifier)))
 }
 
-fn finish_config(mut config: ClientConfig, protocol: &str) -> ClientConfig {
+fn finish_client_config(mut config: ClientConfig, protocol: &str) -> ClientConfig {
     // A resumed session would skip the verification of the certificate.
     config.resumption = Resumption::disabled();
     config.alpn_protocols = vec![protocol.as_bytes().to_vec()];
     config
 }
 
-fn provider() -> Arc<CryptoProvider> {
+fn crypto_provider() -> Arc<CryptoProvider> {
     Arc::new(rustls::crypto::ring::default_provider())
 }
 
 fn read_chain(key: &'static str, path: &Path) -> Result<Vec<CertificateDer<'static>>, CredentialError> {
-    let text = std::fs::read(path)
+    let pem = std::fs::read(path)
         .map_err(|error| credential_error(key, path, format!("{error}: expected certificates in PEM")))?;
-    let all: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&text).collect();
-    let all = all.map_err(|error| credential_error(key, path, format!("{error}: expected certificates in PEM")))?;
-    match all.is_empty() {
+    let certificates: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&pem).collect();
+    let certificates =
+        certificates.map_err(|error| credential_error(key, path, format!("{error}: expected certificates in PEM")))?;
+    match certificates.is_empty() {
         true => Err(credential_error(key, path, "no certificate in it: expected at least one, in PEM")),
-        false => Ok(all),
+        false => Ok(certificates),
     }
 }
 
@@ -193,7 +201,7 @@ fn read_authorities(path: &Path) -> Result<(RootCertStore, Vec<Certificate>), Cr
 }
 
 pub fn read_certificates(path: &Path) -> anyhow::Result<Vec<Certificate>> {
-    let all = read_chain("certificate", path)?;
-    let read = |der| Certificate::read(der).map_err(|problem| credential_error("certificate", path, problem).into());
-    all.iter().map(read).collect()
+    let chain = read_chain("certificate", path)?;
+    let parse = |der| Certificate::read(der).map_err(|problem| credential_error("certificate", path, problem).into());
+    chain.iter().map(parse).collect()
 }

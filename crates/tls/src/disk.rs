@@ -17,38 +17,38 @@ pub fn write_secret(path: &Path, content: impl AsRef<[u8]>) -> anyhow::Result<()
 }
 
 fn write_with_mode(path: &Path, content: &[u8], mode: u32) -> anyhow::Result<()> {
-    let new = path.with_extension("new");
-    let write = || {
+    let temporary_path = path.with_extension("new");
+    let write_temporary_file = || {
         // The temporary file of an earlier attempt may be readable by others.
-        match fs::remove_file(&new) {
+        match fs::remove_file(&temporary_path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
         }
-        let mut file = fs::OpenOptions::new().write(true).create_new(true).mode(mode).open(&new)?;
+        let mut file = fs::OpenOptions::new().write(true).create_new(true).mode(mode).open(&temporary_path)?;
         file.write_all(content)?;
         file.sync_all()
     };
-    write().with_context(|| path.display().to_string())?;
-    rename(&new, path)
+    write_temporary_file().with_context(|| path.display().to_string())?;
+    rename(&temporary_path, path)
 }
 
 pub(crate) fn rename(from: &Path, to: &Path) -> anyhow::Result<()> {
-    perform_change(to, || fs::rename(from, to))
+    change_durably(to, || fs::rename(from, to))
 }
 
 pub(crate) fn remove(path: &Path) -> anyhow::Result<()> {
-    perform_change(path, || fs::remove_file(path))
+    change_durably(path, || fs::remove_file(path))
 }
 
-fn perform_change(path: &Path, change: impl FnOnce() -> io::Result<()>) -> anyhow::Result<()> {
-    let change = || {
+fn change_durably(path: &Path, change: impl FnOnce() -> io::Result<()>) -> anyhow::Result<()> {
+    let synced_change = || {
         #[cfg(test)]
-        interruption::check()?;
+        interruption::fail_if_interrupted()?;
         change()?;
         // A rename is durable after its directory is synced.
         path.parent().map_or(Ok(()), |directory| fs::File::open(directory)?.sync_all())
     };
-    change().with_context(|| path.display().to_string())
+    synced_change().with_context(|| path.display().to_string())
 }
 
 /// Simulates a kill between two changes of files.
@@ -61,14 +61,14 @@ pub(crate) mod interruption {
         static CHANGES_BEFORE_FAILURE: Cell<Option<usize>> = const { Cell::new(None) };
     }
 
-    pub(crate) fn fail_after<T>(changes: usize, run: impl FnOnce() -> T) -> T {
+    pub(crate) fn interrupt_after<T>(changes: usize, run: impl FnOnce() -> T) -> T {
         CHANGES_BEFORE_FAILURE.set(Some(changes));
         let outcome = run();
         CHANGES_BEFORE_FAILURE.set(None);
         outcome
     }
 
-    pub(super) fn check() -> io::Result<()> {
+    pub(super) fn fail_if_interrupted() -> io::Result<()> {
         match CHANGES_BEFORE_FAILURE.get() {
             Some(0) => Err(io::Error::new(io::ErrorKind::Interrupted, "interrupted")),
             left => {

@@ -36,7 +36,7 @@ pub enum FailureReason {
     /// The peer rejects our certificate.
     RefusedByPeer,
     /// Too many connections from the address, or with the certificate.
-    TooMany,
+    TooManyConnections,
     /// Another failure, such as a broken connection.
     Broken,
 }
@@ -55,7 +55,7 @@ impl FailureReason {
         Self::WrongName,
         Self::Revoked,
         Self::RefusedByPeer,
-        Self::TooMany,
+        Self::TooManyConnections,
         Self::Broken,
     ];
 
@@ -74,7 +74,7 @@ impl FailureReason {
             Self::WrongName => "wrong_name",
             Self::Revoked => "revoked",
             Self::RefusedByPeer => "refused_by_peer",
-            Self::TooMany => "too_many",
+            Self::TooManyConnections => "too_many",
             Self::Broken => "broken",
         }
     }
@@ -179,13 +179,14 @@ impl Failure {
 
 /// Returns a text such as "valid from 2026-11-24T19:00:00Z, and this machine's clock is at 2026-11-22T19:00:00Z".
 fn describe_clocks(word: &str, bound: UnixTime, now: UnixTime) -> String {
-    let date = |time: UnixTime| humantime::format_rfc3339_seconds(UNIX_EPOCH + Duration::from_secs(time.as_secs()));
-    format!("valid {word} {}, and this machine's clock is at {} (timedatectl)", date(bound), date(now))
+    let format_date =
+        |time: UnixTime| humantime::format_rfc3339_seconds(UNIX_EPOCH + Duration::from_secs(time.as_secs()));
+    format!("valid {word} {}, and this machine's clock is at {} (timedatectl)", format_date(bound), format_date(now))
 }
 
 /// Describes a TLS alert from the peer for the operator.
 fn describe_alert(alert: AlertDescription) -> String {
-    let why = match alert {
+    let cause = match alert {
         // RFC 8446: peers send this alert for certificates that are not valid yet, too.
         AlertDescription::CertificateExpired => {
             return "the peer refuses our certificate: by the peer's clock it has expired or is not valid yet; compare \
@@ -198,37 +199,37 @@ fn describe_alert(alert: AlertDescription) -> String {
         }
         _ => return format!("the peer ended the handshake with the alert {alert:?}"),
     };
-    format!("the peer refuses our certificate: {why} ({alert:?})")
+    format!("the peer refuses our certificate: {cause} ({alert:?})")
 }
 
 /// Counters of failures by reason, with the times of their last log lines.
 #[derive(Debug, Default)]
-pub struct FailureCounters(Mutex<BTreeMap<FailureReason, FailureCount>>);
+pub struct FailureCounters(Mutex<BTreeMap<FailureReason, FailureCounter>>);
 
 #[derive(Debug, Default)]
-struct FailureCount {
+struct FailureCounter {
     count: u64,
     suppressed_count: u64,
-    last_logged: Option<Instant>,
+    last_logged_at: Option<Instant>,
 }
 
 impl FailureCounters {
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<FailureReason, FailureCount>> {
+    fn lock_counters(&self) -> MutexGuard<'_, BTreeMap<FailureReason, FailureCounter>> {
         self.0.lock()
     }
 
     /// Counts a failure, and logs it at most once a second per reason.
     pub fn count(&self, peer: &dyn fmt::Display, failure: &Failure) {
-        let mut all = self.lock();
-        let counted = all.entry(failure.reason).or_default();
-        counted.count += 1;
-        if counted.last_logged.is_some_and(|logged| logged.elapsed() < LOG_INTERVAL) {
-            counted.suppressed_count += 1;
+        let mut counters = self.lock_counters();
+        let counter = counters.entry(failure.reason).or_default();
+        counter.count += 1;
+        if counter.last_logged_at.is_some_and(|logged| logged.elapsed() < LOG_INTERVAL) {
+            counter.suppressed_count += 1;
             return;
         }
-        let not_logged = std::mem::take(&mut counted.suppressed_count);
-        counted.last_logged = Some(Instant::now());
-        drop(all);
+        let not_logged = std::mem::take(&mut counter.suppressed_count);
+        counter.last_logged_at = Some(Instant::now());
+        drop(counters);
         let reason = failure.reason.name();
         tracing::warn!(
             event = "connection-rejected",
@@ -241,10 +242,10 @@ impl FailureCounters {
     }
 
     pub fn counts(&self) -> Vec<(FailureReason, u64)> {
-        let all = self.lock();
+        let counters = self.lock_counters();
         FailureReason::ALL
             .into_iter()
-            .map(|reason| (reason, all.get(&reason).map_or(0, |counted| counted.count)))
+            .map(|reason| (reason, counters.get(&reason).map_or(0, |counted| counted.count)))
             .collect()
     }
 }

@@ -64,7 +64,7 @@ mod tests {
     const TIMEOUT: Duration = Duration::from_secs(60);
 
     #[tokio::test]
-    async fn change_is_resent_until_acknowledged() {
+    async fn change_is_reported_until_it_is_recorded() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("own.crt");
         let watcher = FileWatcher::of([&path]);

@@ -7,7 +7,7 @@ use std::str::FromStr;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_percent_encode};
 
 /// Characters that are escaped in names: all except the unreserved characters of RFC 3986.
-const ESCAPED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
+const ESCAPED_CHARACTERS: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
 /// Scheme of the URI in a certificate that contains an identity.
 pub const URI_SCHEME: &str = "coreward://";
 const MAX_NAME_BYTES: usize = 64;
@@ -79,8 +79,8 @@ impl FromStr for Name {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let readable = text.chars().all(|c| !c.is_whitespace() && !c.is_control());
-        match (1..=MAX_NAME_BYTES).contains(&text.len()) && readable {
+        let is_readable = text.chars().all(|c| !c.is_whitespace() && !c.is_control());
+        match (1..=MAX_NAME_BYTES).contains(&text.len()) && is_readable {
             true => Ok(Self(text.to_owned())),
             false => Err(format!("name {text:?}: expected 1 to {MAX_NAME_BYTES} bytes without blanks")),
         }
@@ -98,8 +98,8 @@ pub struct Identity {
 
 impl Identity {
     pub fn uri(&self) -> String {
-        let escaped = |name: &Name| utf8_percent_encode(&name.0, ESCAPED).to_string();
-        format!("{URI_SCHEME}{}/{}/{}", escaped(&self.fleet), self.role, escaped(&self.name))
+        let escape = |name: &Name| utf8_percent_encode(&name.0, ESCAPED_CHARACTERS).to_string();
+        format!("{URI_SCHEME}{}/{}/{}", escape(&self.fleet), self.role, escape(&self.name))
     }
 }
 
@@ -113,17 +113,17 @@ impl FromStr for Identity {
     type Err = String;
 
     fn from_str(uri: &str) -> Result<Self, String> {
-        let wrong = |reason: &str| format!("{uri:?}: {reason}: expected {URI_SCHEME}FLEET/ROLE/NAME");
-        let path = uri.strip_prefix(URI_SCHEME).ok_or_else(|| wrong("another scheme"))?;
+        let invalid = |reason: &str| format!("{uri:?}: {reason}: expected {URI_SCHEME}FLEET/ROLE/NAME");
+        let path = uri.strip_prefix(URI_SCHEME).ok_or_else(|| invalid("another scheme"))?;
         let [fleet, role, name] = path.split('/').collect::<Vec<_>>()[..] else {
-            return Err(wrong("not three parts"));
+            return Err(invalid("not three parts"));
         };
-        let name_in = |text: &str| {
-            let decoded = percent_decode_str(text).decode_utf8().map_err(|_| wrong("not UTF-8"))?;
-            decoded.parse::<Name>().map_err(|reason| wrong(&reason))
+        let decode_name = |text: &str| {
+            let decoded = percent_decode_str(text).decode_utf8().map_err(|_| invalid("not UTF-8"))?;
+            decoded.parse::<Name>().map_err(|reason| invalid(&reason))
         };
-        let role = role.parse().map_err(|reason: String| wrong(&reason))?;
-        Ok(Self { fleet: name_in(fleet)?, role, name: name_in(name)? })
+        let role = role.parse().map_err(|reason: String| invalid(&reason))?;
+        Ok(Self { fleet: decode_name(fleet)?, role, name: decode_name(name)? })
     }
 }
 

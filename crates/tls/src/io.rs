@@ -26,9 +26,9 @@ impl Io {
             Self::Plain(stream) => stream,
             Self::Tls(stream) => stream.get_mut().0,
         };
-        let same = std::net::TcpStream::from(stream.as_fd().try_clone_to_owned()?);
+        let duplicated_socket = std::net::TcpStream::from(stream.as_fd().try_clone_to_owned()?);
         let _guard = runtime.enter();
-        *stream = TcpStream::from_std(same)?;
+        *stream = TcpStream::from_std(duplicated_socket)?;
         Ok(())
     }
 }

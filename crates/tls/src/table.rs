@@ -32,9 +32,9 @@ impl FromToml for CredentialFiles {
             certificate: reader.resolve_path(certificate.get_ref()),
             key: reader.resolve_path(key.get_ref()),
         };
-        let unusable = Credentials::problems(&files);
-        let is_usable = unusable.is_empty();
-        for problem in unusable {
+        let problems = Credentials::find_problems(&files);
+        let is_usable = problems.is_empty();
+        for problem in problems {
             let span = match problem.config_key {
                 "ca" => ca.span(),
                 "key" => key.span(),

@@ -38,17 +38,17 @@ impl Fleet {
         Self { directory, name, authority }
     }
 
-    fn bundle(&self, name: &str) -> PathBuf {
+    fn bundle_path(&self, name: &str) -> PathBuf {
         self.directory.path().join(name)
     }
 
     fn write(&self, role: Role, name: &str, validity: Validity) -> CredentialFiles {
-        self.try_write(role, name, validity).unwrap()
+        self.try_write_bundle(role, name, validity).unwrap()
     }
 
-    fn try_write(&self, role: Role, name: &str, validity: Validity) -> anyhow::Result<CredentialFiles> {
+    fn try_write_bundle(&self, role: Role, name: &str, validity: Validity) -> anyhow::Result<CredentialFiles> {
         let identity = Identity { fleet: self.name.clone(), role, name: name.parse().unwrap() };
-        let bundle = self.bundle(name);
+        let bundle = self.bundle_path(name);
         self.authority.issue(&identity, &[], validity)?.write(&bundle, &self.authority)?;
         Ok(CredentialFiles {
             ca: bundle.join("ca.crt"),
@@ -171,10 +171,10 @@ fn connection_survives_the_end_of_its_first_runtime() {
 #[tokio::test]
 async fn certificate_of_the_fleet_identifies_the_peer() {
     let fleet = Fleet::new("prod");
-    let listening = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), AcceptorLimits::default()).await;
-    assert_eq!(listening.connect(&fleet.issue(Role::Agent, "s1")).await.unwrap(), "agent s1");
-    assert_eq!(listening.connect(&fleet.issue(Role::Lb, "lb1")).await.unwrap(), "lb lb1");
-    assert!(listening.failures.counts().iter().all(|(_, count)| *count == 0), "{:?}", listening.failures.counts());
+    let listener = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), AcceptorLimits::default()).await;
+    assert_eq!(listener.connect(&fleet.issue(Role::Agent, "s1")).await.unwrap(), "agent s1");
+    assert_eq!(listener.connect(&fleet.issue(Role::Lb, "lb1")).await.unwrap(), "lb lb1");
+    assert!(listener.failures.counts().iter().all(|(_, count)| *count == 0), "{:?}", listener.failures.counts());
 }
 
 /// Both sides get the reason, if the protocol has an alert for it.
@@ -182,81 +182,85 @@ async fn certificate_of_the_fleet_identifies_the_peer() {
 async fn foreign_certificates_are_rejected() {
     let (fleet, other) = (Fleet::new("prod"), Fleet::new("test"));
     // Signed by the same authority, but for another fleet.
-    let of_another_fleet = Fleet {
+    let foreign_fleet = Fleet {
         directory: tempfile::tempdir().unwrap(),
         name: "test".parse().unwrap(),
-        authority: Authority::open(&fleet.bundle("authority")).unwrap(),
+        authority: Authority::open(&fleet.bundle_path("authority")).unwrap(),
     };
-    let listening = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), AcceptorLimits::default()).await;
+    let listener = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), AcceptorLimits::default()).await;
     let now = unix_now();
-    let expired = Validity { not_before: now - 2 * DAY, not_after: now - DAY };
-    let early = Validity { not_before: now + DAY, not_after: now + 2 * DAY };
-    let ours = |role, name, validity| Tls::load(fleet.write(role, name, validity)).unwrap();
-    let refused = "the peer refuses our certificate: ";
+    let expired_validity = Validity { not_before: now - 2 * DAY, not_after: now - DAY };
+    let future_validity = Validity { not_before: now + DAY, not_after: now + 2 * DAY };
+    let issue_valid_for = |role, name, validity| Tls::load(fleet.write(role, name, validity)).unwrap();
+    let refusal_prefix = "the peer refuses our certificate: ";
     let cases = [
-        (ours(Role::Viewer, "v", Validity::from_now(DAY)), FailureReason::WrongRole, "wrong fleet, role or name"),
         (
-            of_another_fleet.issue(Role::Agent, "s1"),
+            issue_valid_for(Role::Viewer, "v", Validity::from_now(DAY)),
+            FailureReason::WrongRole,
+            "wrong fleet, role or name",
+        ),
+        (
+            foreign_fleet.issue(Role::Agent, "s1"),
             FailureReason::OtherFleet,
             "its certificate is for controller c1 of fleet prod",
         ),
         (
-            ours(Role::Agent, "old", expired),
+            issue_valid_for(Role::Agent, "old", expired_validity),
             FailureReason::Expired,
             "by the peer's clock it has expired or is not valid yet",
         ),
         (
-            ours(Role::Agent, "new", early),
+            issue_valid_for(Role::Agent, "new", future_validity),
             FailureReason::NotYetValid,
             "by the peer's clock it has expired or is not valid yet",
         ),
     ];
     for (tls, reason, words) in cases {
-        let error = listening.connect(&tls).await.unwrap_err();
+        let error = listener.connect(&tls).await.unwrap_err();
         assert!(error.contains(words), "{reason:?}: {error}");
         if reason == FailureReason::OtherFleet {
             // The client found the problem first, and sent an alert.
-            listening.wait_for_failure(FailureReason::RefusedByPeer).await;
+            listener.wait_for_failure(FailureReason::RefusedByPeer).await;
         } else {
-            assert!(error.starts_with(refused), "{error}");
-            listening.wait_for_failure(reason).await;
+            assert!(error.starts_with(refusal_prefix), "{error}");
+            listener.wait_for_failure(reason).await;
         }
     }
     // Another authority: each side would reject the other; here the client rejects first.
-    let error = listening.connect(&other.issue(Role::Agent, "s1")).await.unwrap_err();
+    let error = listener.connect(&other.issue(Role::Agent, "s1")).await.unwrap_err();
     assert_eq!(error, "its certificate is signed by no authority in `ca`");
     // The client's authority has the same name, and the client trusts the controller's authority.
-    let impostor = Fleet::new("prod");
-    let files = impostor.write(Role::Agent, "s1", Validity::from_now(DAY));
-    let files = CredentialFiles { ca: fleet.authority.ca_path(), ..files };
-    let error = listening.connect(&Tls::load(files).unwrap()).await.unwrap_err();
+    let impostor_fleet = Fleet::new("prod");
+    let impostor_files = impostor_fleet.write(Role::Agent, "s1", Validity::from_now(DAY));
+    let impostor_files = CredentialFiles { ca: fleet.authority.ca_path(), ..impostor_files };
+    let error = listener.connect(&Tls::load(impostor_files).unwrap()).await.unwrap_err();
     assert!(error.contains("its signer is not in the peer's `ca`"), "{error}");
-    listening.wait_for_failure(FailureReason::UnknownAuthority).await;
+    listener.wait_for_failure(FailureReason::UnknownAuthority).await;
 }
 
 #[tokio::test]
 async fn server_certificate_must_be_a_controllers() {
     let fleet = Fleet::new("prod");
     // The agent's certificate does not allow serving.
-    let listening = TestListener::start(Some(fleet.issue(Role::Agent, "s9")), AcceptorLimits::default()).await;
-    let error = listening.connect(&fleet.issue(Role::Agent, "s1")).await.unwrap_err();
+    let listener = TestListener::start(Some(fleet.issue(Role::Agent, "s9")), AcceptorLimits::default()).await;
+    let error = listener.connect(&fleet.issue(Role::Agent, "s1")).await.unwrap_err();
     assert!(error.starts_with("its certificate is wrong: InvalidPurpose"), "{error}");
     // The rack's certificate allows serving, but is not a controller's.
-    let listening = TestListener::start(Some(fleet.issue(Role::Rack, "r1")), AcceptorLimits::default()).await;
-    let error = listening.connect(&fleet.issue(Role::Agent, "s1")).await.unwrap_err();
+    let listener = TestListener::start(Some(fleet.issue(Role::Rack, "r1")), AcceptorLimits::default()).await;
+    let error = listener.connect(&fleet.issue(Role::Agent, "s1")).await.unwrap_err();
     assert_eq!(error, "its certificate is for rack r1: expected controller");
 }
 
 #[tokio::test]
 async fn other_protocols_are_rejected() {
     let fleet = Fleet::new("prod");
-    let listening = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), AcceptorLimits::default()).await;
-    let mut plain = TcpStream::connect(listening.address).await.unwrap();
-    plain.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
-    listening.wait_for_failure(FailureReason::NotTls).await;
+    let listener = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), AcceptorLimits::default()).await;
+    let mut plain_stream = TcpStream::connect(listener.address).await.unwrap();
+    plain_stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
+    listener.wait_for_failure(FailureReason::NotTls).await;
     // A client with TLS and a listener without.
-    let open = TestListener::start(None, AcceptorLimits::default()).await;
-    let error = open.connect(&fleet.issue(Role::Agent, "s1")).await.unwrap_err();
+    let plain_listener = TestListener::start(None, AcceptorLimits::default()).await;
+    let error = plain_listener.connect(&fleet.issue(Role::Agent, "s1")).await.unwrap_err();
     assert!(error.contains("does not speak TLS 1.3"), "{error}");
 }
 
@@ -268,79 +272,79 @@ async fn silent_connections_take_few_slots_for_a_short_time() {
         max_handshakes_per_address: 3,
         ..AcceptorLimits::default()
     };
-    let listening = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), limits).await;
+    let listener = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), limits).await;
     let agent = fleet.issue(Role::Agent, "s1");
-    let mut silent = Vec::new();
-    let refused = async {
-        while !listening.has_failed(FailureReason::TooMany) {
-            silent.push(TcpStream::connect(listening.address).await.unwrap());
+    let mut silent_streams = Vec::new();
+    let rejection = async {
+        while !listener.has_failed(FailureReason::TooManyConnections) {
+            silent_streams.push(TcpStream::connect(listener.address).await.unwrap());
         }
     };
-    tokio::time::timeout(TIMEOUT, refused).await.expect("one too many");
-    listening.wait_for_failure(FailureReason::Timeout).await;
-    let back = async {
-        while listening.connect(&agent).await.is_err() {
+    tokio::time::timeout(TIMEOUT, rejection).await.expect("one too many");
+    listener.wait_for_failure(FailureReason::Timeout).await;
+    let reconnection = async {
+        while listener.connect(&agent).await.is_err() {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };
-    tokio::time::timeout(TIMEOUT, back).await.expect("places are free again");
+    tokio::time::timeout(TIMEOUT, reconnection).await.expect("places are free again");
 }
 
 #[tokio::test]
 async fn connections_per_certificate_are_limited() {
     let fleet = Fleet::new("prod");
     let limits = AcceptorLimits { max_connections_per_identity: 2, ..AcceptorLimits::default() };
-    let listening = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), limits).await;
+    let listener = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), limits).await;
     let agent = fleet.issue(Role::Agent, "s1");
-    let connector = Connector::new(listening.address, Some((agent.clone(), &[Role::Controller])));
-    let mut open = Vec::new();
+    let connector = Connector::new(listener.address, Some((agent.clone(), &[Role::Controller])));
+    let mut open_streams = Vec::new();
     for _ in 0..2 {
         let mut stream = connector.connect().await.unwrap();
         ask(&mut stream).await.unwrap();
-        open.push(stream);
+        open_streams.push(stream);
     }
-    assert!(listening.connect(&agent).await.is_err());
-    listening.wait_for_failure(FailureReason::TooMany).await;
-    assert!(listening.connect(&fleet.issue(Role::Agent, "s2")).await.is_ok(), "others are not concerned");
-    drop(open);
-    let back = async {
-        while listening.connect(&agent).await.is_err() {
+    assert!(listener.connect(&agent).await.is_err());
+    listener.wait_for_failure(FailureReason::TooManyConnections).await;
+    assert!(listener.connect(&fleet.issue(Role::Agent, "s2")).await.is_ok(), "others are not concerned");
+    drop(open_streams);
+    let reconnection = async {
+        while listener.connect(&agent).await.is_err() {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };
-    tokio::time::timeout(TIMEOUT, back).await.expect("places are free again");
+    tokio::time::timeout(TIMEOUT, reconnection).await.expect("places are free again");
 }
 
 /// After the loss of a key, revocation ends its connection and rejects new ones.
 #[tokio::test]
 async fn revocation_ends_open_connections() {
     let fleet = Fleet::new("prod");
-    let listening = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), AcceptorLimits::default()).await;
+    let listener = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), AcceptorLimits::default()).await;
     let agent = fleet.issue(Role::Agent, "s1");
-    let connector = Connector::new(listening.address, Some((agent.clone(), &[Role::Controller])));
+    let connector = Connector::new(listener.address, Some((agent.clone(), &[Role::Controller])));
     let mut stream = connector.connect().await.unwrap();
     ask(&mut stream).await.unwrap();
     let fingerprint: Fingerprint = agent.certificates()[0].1.fingerprint.to_string().parse().unwrap();
-    listening.revoked.set([fingerprint]);
-    let ended = tokio::time::timeout(TIMEOUT, stream.read_u8()).await.expect("an end in time");
-    assert!(ended.is_err());
-    let error = listening.connect(&agent).await.unwrap_err();
+    listener.revoked.set([fingerprint]);
+    let result = tokio::time::timeout(TIMEOUT, stream.read_u8()).await.expect("an end in time");
+    assert!(result.is_err());
+    let error = listener.connect(&agent).await.unwrap_err();
     assert!(error.contains("or revoked"), "{error}");
-    listening.wait_for_failure(FailureReason::Revoked).await;
+    listener.wait_for_failure(FailureReason::Revoked).await;
 }
 
 #[tokio::test]
 async fn connection_ends_with_its_certificate() {
     let fleet = Fleet::new("prod");
-    let listening = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), AcceptorLimits::default()).await;
+    let listener = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), AcceptorLimits::default()).await;
     let agent = fleet.issue(Role::Agent, "s1");
-    let connector = Connector::new(listening.address, Some((agent, &[Role::Controller])));
+    let connector = Connector::new(listener.address, Some((agent, &[Role::Controller])));
     let mut stream = connector.connect().await.unwrap();
-    listening.acceptor.close_invalid_connections_at(unix_now() + DAY / 2);
+    listener.acceptor.close_invalid_connections_at(unix_now() + DAY / 2);
     ask(&mut stream).await.expect("the certificate is still valid");
-    listening.acceptor.close_invalid_connections_at(unix_now() + 2 * DAY);
-    let ended = tokio::time::timeout(TIMEOUT, stream.read_u8()).await.expect("an end in time");
-    assert!(ended.is_err());
+    listener.acceptor.close_invalid_connections_at(unix_now() + 2 * DAY);
+    let result = tokio::time::timeout(TIMEOUT, stream.read_u8()).await.expect("an end in time");
+    assert!(result.is_err());
 }
 
 /// Daemons read their files at different times, and trust each other at all times. A connection continues while its
@@ -350,50 +354,50 @@ async fn authorities_are_replaced_without_rejections() {
     let fleet = Fleet::new("prod");
     let controller = fleet.issue(Role::Controller, "c1");
     let agent = fleet.issue(Role::Agent, "s1");
-    let listening = TestListener::start(Some(controller.clone()), AcceptorLimits::default()).await;
-    let connector = Connector::new(listening.address, Some((agent.clone(), &[Role::Controller])));
-    let mut open = connector.connect().await.unwrap();
+    let listener = TestListener::start(Some(controller.clone()), AcceptorLimits::default()).await;
+    let connector = Connector::new(listener.address, Some((agent.clone(), &[Role::Controller])));
+    let mut open_stream = connector.connect().await.unwrap();
     let renew = |role, name, tls: &Arc<Tls>| {
         fleet.write(role, name, Validity::from_now(DAY));
         tls.reload().unwrap();
     };
-    let before = controller.certificates();
+    let old_certificates = controller.certificates();
     for step in [RolloverStep::Begin, RolloverStep::Switch, RolloverStep::Finish] {
         fleet.authority.roll_over(step, 30 * DAY).unwrap();
         // Here one half of the daemons has made the step, and the other half has not.
         renew(Role::Agent, "s1", &agent);
-        assert_eq!(listening.connect(&agent).await.unwrap(), "agent s1", "{step:?}: the agent first");
+        assert_eq!(listener.connect(&agent).await.unwrap(), "agent s1", "{step:?}: the agent first");
         renew(Role::Controller, "c1", &controller);
-        assert_eq!(listening.connect(&agent).await.unwrap(), "agent s1", "{step:?}: both");
+        assert_eq!(listener.connect(&agent).await.unwrap(), "agent s1", "{step:?}: both");
         if step != RolloverStep::Finish {
-            assert_eq!(ask(&mut open).await.unwrap(), "agent s1");
+            assert_eq!(ask(&mut open_stream).await.unwrap(), "agent s1");
         }
     }
     // The authority is no longer trusted: a client with a new certificate can reconnect.
-    let ended = tokio::time::timeout(TIMEOUT, open.read_u8()).await.expect("an end in time");
-    assert!(ended.is_err());
+    let result = tokio::time::timeout(TIMEOUT, open_stream.read_u8()).await.expect("an end in time");
+    assert!(result.is_err());
     assert!(fleet.authority.roll_over(RolloverStep::Finish, DAY).is_err(), "it is over");
-    let after = controller.certificates();
-    assert_eq!((before.len(), after.len()), (2, 2));
-    assert_ne!(before[1].1.fingerprint, after[1].1.fingerprint, "another authority");
+    let new_certificates = controller.certificates();
+    assert_eq!((old_certificates.len(), new_certificates.len()), (2, 2));
+    assert_ne!(old_certificates[1].1.fingerprint, new_certificates[1].1.fingerprint, "another authority");
 }
 
 #[tokio::test]
-async fn unusable_files_change_nothing() {
+async fn unusable_files_keep_the_old_credentials() {
     let fleet = Fleet::new("prod");
     let files = fleet.write(Role::Agent, "s1", Validity::from_now(DAY));
     let agent = Tls::load(files.clone()).unwrap();
-    let other = fleet.write(Role::Agent, "s2", Validity::from_now(DAY));
-    let error = |tls: &Tls| tls.reload().unwrap_err().to_string();
+    let other_files = fleet.write(Role::Agent, "s2", Validity::from_now(DAY));
+    let reload_error = |tls: &Tls| tls.reload().unwrap_err().to_string();
 
-    std::fs::copy(&other.key, &files.key).unwrap();
-    assert!(error(&agent).contains("expected the key of"), "{}", error(&agent));
-    std::fs::copy(&other.certificate, &files.certificate).unwrap();
-    assert!(error(&agent).ends_with("it is for agent s2, and this process is agent s1: expected a restart"));
+    std::fs::copy(&other_files.key, &files.key).unwrap();
+    assert!(reload_error(&agent).contains("expected the key of"), "{}", reload_error(&agent));
+    std::fs::copy(&other_files.certificate, &files.certificate).unwrap();
+    assert!(reload_error(&agent).ends_with("it is for agent s2, and this process is agent s1: expected a restart"));
     std::fs::write(&files.ca, "").unwrap();
-    assert!(error(&agent).ends_with("ca.crt: no certificate in it: expected at least one, in PEM"));
-    std::fs::copy(&other.certificate, &files.ca).unwrap();
-    assert!(error(&agent).contains("cannot sign certificates: expected certificates of authorities"));
+    assert!(reload_error(&agent).ends_with("ca.crt: no certificate in it: expected at least one, in PEM"));
+    std::fs::copy(&other_files.certificate, &files.ca).unwrap();
+    assert!(reload_error(&agent).contains("cannot sign certificates: expected certificates of authorities"));
     assert_eq!(agent.identity().to_string(), "agent s1");
 }
 
@@ -402,11 +406,11 @@ fn keys_are_private_and_expiry_is_reported() {
     use std::os::unix::fs::PermissionsExt as _;
     let fleet = Fleet::new("prod");
     let now = unix_now();
-    let almost_over = Validity { not_before: now - 9 * DAY, not_after: now + DAY + Duration::from_secs(5) };
-    let files = fleet.write(Role::Agent, "s1", almost_over);
-    let mode = |path: &PathBuf| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
-    assert_eq!((mode(&files.key), mode(&files.certificate)), (0o600, 0o644));
-    assert_eq!(mode(&fleet.bundle("authority").join("authority.key")), 0o600);
+    let expiring_validity = Validity { not_before: now - 9 * DAY, not_after: now + DAY + Duration::from_secs(5) };
+    let files = fleet.write(Role::Agent, "s1", expiring_validity);
+    let file_mode = |path: &PathBuf| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    assert_eq!((file_mode(&files.key), file_mode(&files.certificate)), (0o600, 0o644));
+    assert_eq!(file_mode(&fleet.bundle_path("authority").join("authority.key")), 0o600);
     assert_eq!(Tls::load(files.clone()).unwrap().warnings(), ["our certificate ends in 1day: `coreward certs renew`"]);
     std::fs::set_permissions(&files.key, std::fs::Permissions::from_mode(0o640)).unwrap();
     assert!(Tls::load(files.clone()).unwrap_err().to_string().contains("expected `chmod 600"));
@@ -416,10 +420,10 @@ fn keys_are_private_and_expiry_is_reported() {
     );
     // No certificate ends after the authority that signs it.
     let identity = Identity { fleet: fleet.name.clone(), role: Role::Agent, name: "s1".parse().unwrap() };
-    let refused = fleet.authority.issue(&identity, &[], Validity::from_now(31 * DAY)).err().unwrap();
+    let error = fleet.authority.issue(&identity, &[], Validity::from_now(31 * DAY)).err().unwrap();
     assert!(
-        refused.to_string().starts_with("the authority ends before this certificate would: expected at most 29 days"),
-        "{refused}"
+        error.to_string().starts_with("the authority ends before this certificate would: expected at most 29 days"),
+        "{error}"
     );
 }
 
@@ -431,25 +435,30 @@ async fn interrupted_step_is_completed_by_the_same_command() {
     for (position, interrupted) in STEPS.into_iter().enumerate() {
         let mut changes = 0;
         loop {
-            let env = RollOverTest::start().await;
+            let roll_over_test = RollOverTest::start().await;
             for step in &STEPS[..position] {
-                env.step(*step).await;
+                roll_over_test.step(*step).await;
             }
-            let outcome = interruption::fail_after(changes, || env.fleet.authority.roll_over(interrupted, 30 * DAY));
+            let outcome = interruption::interrupt_after(changes, || {
+                roll_over_test.fleet.authority.roll_over(interrupted, 30 * DAY)
+            });
             let Err(error) = outcome else { break };
             let at = format!("{interrupted:?} after {changes} changes");
             assert!(format!("{error:#}").contains("interrupted"), "{at}: {error:#}");
-            match env.fleet.try_write(Role::Agent, "s1", Validity::from_now(DAY)) {
-                Ok(_) => env.assert_mutual_trust(&at).await,
+            match roll_over_test.fleet.try_write_bundle(Role::Agent, "s1", Validity::from_now(DAY)) {
+                Ok(_) => roll_over_test.assert_mutual_trust(&at).await,
                 Err(error) => {
                     assert!(error.to_string().contains("`coreward certs roll-over switch` again"), "{at}: {error}")
                 }
             }
             for other in STEPS.into_iter().filter(|step| *step != interrupted) {
-                assert!(env.fleet.authority.roll_over(other, 30 * DAY).is_err(), "{at}: {other:?} is refused");
+                assert!(
+                    roll_over_test.fleet.authority.roll_over(other, 30 * DAY).is_err(),
+                    "{at}: {other:?} is refused"
+                );
             }
             for step in &STEPS[position..] {
-                env.step(*step).await;
+                roll_over_test.step(*step).await;
             }
             changes += 1;
         }
@@ -459,15 +468,15 @@ async fn interrupted_step_is_completed_by_the_same_command() {
 
 #[test]
 fn interrupted_authority_is_completed_by_the_same_command() {
-    let init = |directory: &Path| Authority::init(directory, &"prod".parse().unwrap(), DAY);
+    let init_authority = |directory: &Path| Authority::init(directory, &"prod".parse().unwrap(), DAY);
     for changes in 0.. {
         let directory = tempfile::tempdir().unwrap();
-        if interruption::fail_after(changes, || init(directory.path())).is_ok() {
+        if interruption::interrupt_after(changes, || init_authority(directory.path())).is_ok() {
             return assert!(changes > 2);
         }
         assert!(Authority::open(directory.path()).is_err(), "after {changes} changes");
         let identity = Identity { fleet: "prod".parse().unwrap(), role: Role::Lb, name: "lb1".parse().unwrap() };
-        init(directory.path()).unwrap().issue(&identity, &[], Validity::from_now(DAY / 2)).unwrap();
+        init_authority(directory.path()).unwrap().issue(&identity, &[], Validity::from_now(DAY / 2)).unwrap();
     }
 }
 

@@ -24,7 +24,7 @@ pub struct Tls {
 
 impl Tls {
     pub fn load(files: CredentialFiles) -> Result<Arc<Self>, CredentialError> {
-        let watcher = FileWatcher::of([&files.ca, &files.certificate, &files.key]);
+        let file_watcher = FileWatcher::of([&files.ca, &files.certificate, &files.key]);
         let credentials = Arc::new(Credentials::load(&files)?);
         tracing::info!(
             event = "certificate-loaded",
@@ -33,7 +33,7 @@ impl Tls {
             validity = %format_remaining_validity(&credentials.own_certificate),
             "the daemon has loaded its certificate"
         );
-        Ok(Arc::new(Self { files, credentials: watch::Sender::new(credentials), watcher }))
+        Ok(Arc::new(Self { files, credentials: watch::Sender::new(credentials), watcher: file_watcher }))
     }
 
     pub(crate) fn credentials(&self) -> Arc<Credentials> {
@@ -54,43 +54,48 @@ impl Tls {
     /// Returns warnings for the operator about certificates that expire soon.
     pub fn warnings(&self) -> Vec<String> {
         let now = unix_now();
-        let old = self.certificates().into_iter().filter(|(_, certificate)| certificate.is_renewal_due(now));
-        old.map(|(which, certificate)| match which {
-            "own" => {
-                format!("our certificate ends in {}: `coreward certs renew`", format_remaining_validity(&certificate))
-            }
-            _ => format!(
-                "the authority {} of `ca` ends in {}: roll over to a new one",
-                certificate.subject,
-                format_remaining_validity(&certificate)
-            ),
-        })
-        .collect()
+        let expiring_certificates =
+            self.certificates().into_iter().filter(|(_, certificate)| certificate.is_renewal_due(now));
+        expiring_certificates
+            .map(|(which, certificate)| match which {
+                "own" => {
+                    format!(
+                        "our certificate ends in {}: `coreward certs renew`",
+                        format_remaining_validity(&certificate)
+                    )
+                }
+                _ => format!(
+                    "the authority {} of `ca` ends in {}: roll over to a new one",
+                    certificate.subject,
+                    format_remaining_validity(&certificate)
+                ),
+            })
+            .collect()
     }
 
     /// Reads the files again. If a file is unusable or for another identity, the previous credentials remain.
     pub fn reload(&self) -> Result<(), CredentialError> {
         self.watcher.record_modification_times();
-        let new = Credentials::load(&self.files)?;
-        let old = self.credentials();
-        if new.identity != old.identity {
+        let new_credentials = Credentials::load(&self.files)?;
+        let old_credentials = self.credentials();
+        if new_credentials.identity != old_credentials.identity {
             let message = format!(
                 "{}: it is for {}, and this process is {}: expected a restart",
                 self.files.certificate.display(),
-                new.identity,
-                old.identity
+                new_credentials.identity,
+                old_credentials.identity
             );
             return Err(CredentialError { config_key: "certificate", message });
         }
-        let validity = format_remaining_validity(&new.own_certificate);
+        let validity = format_remaining_validity(&new_credentials.own_certificate);
         tracing::info!(
             event = "certificates-reloaded",
             file = %self.files.certificate.display(),
-            identity = %new.identity,
+            identity = %new_credentials.identity,
             %validity,
             "the daemon has reloaded its certificate and authorities"
         );
-        self.credentials.send_replace(Arc::new(new));
+        self.credentials.send_replace(Arc::new(new_credentials));
         Ok(())
     }
 
@@ -134,12 +139,12 @@ impl Tls {
 
 /// Returns the remaining validity as text, in days or smaller units.
 fn format_remaining_validity(certificate: &Certificate) -> String {
-    let remains = certificate.remaining_validity(unix_now());
-    let whole = match remains.as_secs() {
+    let remaining = certificate.remaining_validity(unix_now());
+    let rounded_seconds = match remaining.as_secs() {
         0 => return "0s (it has expired)".to_owned(),
         seconds @ 0..3600 => seconds,
         seconds @ 3600..172_800 => seconds - seconds % 60,
         seconds => seconds - seconds % 86_400,
     };
-    humantime::format_duration(Duration::from_secs(whole)).to_string()
+    humantime::format_duration(Duration::from_secs(rounded_seconds)).to_string()
 }

@@ -45,21 +45,22 @@ pub enum ExpectedHost {
 }
 
 impl ExpectedHost {
-    fn check(
+    fn check_host(
         &self,
         asked: &ServerName<'_>,
         parsed: &ParsedCertificate<'_>,
         read: &Certificate,
         identity: &Identity,
     ) -> Result<(), AcceptError> {
-        let names = |host: &ServerName<'_>| verify_server_name(parsed, host).is_ok();
+        let is_valid_for = |host: &ServerName<'_>| verify_server_name(parsed, host).is_ok();
         let expected = match self {
             Self::Any => return Ok(()),
-            Self::Requested if read.addresses.is_empty() || names(asked) => return Ok(()),
+            Self::Requested if read.addresses.is_empty() || is_valid_for(asked) => return Ok(()),
             Self::Requested => asked.to_str().into_owned(),
             Self::OneOf(accepted) => {
                 let is = |text: &String| {
-                    identity.name.as_str() == text || ServerName::try_from(text.as_str()).is_ok_and(|host| names(&host))
+                    identity.name.as_str() == text
+                        || ServerName::try_from(text.as_str()).is_ok_and(|host| is_valid_for(&host))
                 };
                 if accepted.iter().any(is) {
                     return Ok(());
@@ -80,16 +81,16 @@ struct AcceptedPeers {
 }
 
 impl AcceptedPeers {
-    fn check(&self, certificate: &CertificateDer<'_>) -> Result<(Identity, Certificate), AcceptError> {
-        let read = Certificate::read(certificate).map_err(AcceptError::NoIdentity)?;
-        let identity = read.identity.clone().ok_or_else(|| AcceptError::NoIdentity(read.subject.clone()))?;
+    fn check_certificate(&self, certificate: &CertificateDer<'_>) -> Result<(Identity, Certificate), AcceptError> {
+        let parsed = Certificate::read(certificate).map_err(AcceptError::NoIdentity)?;
+        let identity = parsed.identity.clone().ok_or_else(|| AcceptError::NoIdentity(parsed.subject.clone()))?;
         if let Some(ours) = self.fleet.clone().filter(|ours| *ours != identity.fleet) {
             return Err(AcceptError::OtherFleet { identity, own_fleet: ours });
         }
         if !self.roles.contains(&identity.role) {
             return Err(AcceptError::WrongRole { identity, expected: self.roles.clone() });
         }
-        Ok((identity, read))
+        Ok((identity, parsed))
     }
 }
 
@@ -102,7 +103,7 @@ pub struct ServerVerifier {
     roots: Arc<RootCertStore>,
     algorithms: WebPkiSupportedAlgorithms,
     accepted_peers: AcceptedPeers,
-    host: ExpectedHost,
+    expected_host: ExpectedHost,
 }
 
 impl ServerVerifier {
@@ -112,10 +113,10 @@ impl ServerVerifier {
         provider: &CryptoProvider,
         fleet: Option<Name>,
         roles: &[Role],
-        host: ExpectedHost,
+        expected_host: ExpectedHost,
     ) -> Self {
         let algorithms = provider.signature_verification_algorithms;
-        Self { roots, algorithms, accepted_peers: AcceptedPeers { fleet, roles: roles.to_vec() }, host }
+        Self { roots, algorithms, accepted_peers: AcceptedPeers { fleet, roles: roles.to_vec() }, expected_host }
     }
 }
 
@@ -158,8 +159,8 @@ impl ServerCertVerifier for ServerVerifier {
         let parsed = ParsedCertificate::try_from(certificate)?;
         let algorithms = self.algorithms.all;
         verify_server_cert_signed_by_trust_anchor(&parsed, &self.roots, intermediates, now, algorithms)?;
-        let (identity, read) = self.accepted_peers.check(certificate).map_err(to_tls_error)?;
-        self.host.check(asked, &parsed, &read, &identity).map_err(to_tls_error)?;
+        let (identity, read) = self.accepted_peers.check_certificate(certificate).map_err(to_tls_error)?;
+        self.expected_host.check_host(asked, &parsed, &read, &identity).map_err(to_tls_error)?;
         Ok(ServerCertVerified::assertion())
     }
 
@@ -225,12 +226,12 @@ impl ClientCertVerifier for ClientVerifier {
         intermediates: &[CertificateDer<'_>],
         now: UnixTime,
     ) -> Result<ClientCertVerified, Error> {
-        let verified = self.chain_verifier.verify_client_cert(certificate, intermediates, now)?;
-        let (identity, read) = self.accepted_peers.check(certificate).map_err(to_tls_error)?;
+        let chain_verified = self.chain_verifier.verify_client_cert(certificate, intermediates, now)?;
+        let (identity, read) = self.accepted_peers.check_certificate(certificate).map_err(to_tls_error)?;
         if self.revocation_list.contains(&read.fingerprint) {
             return Err(to_tls_error(AcceptError::Revoked(identity)));
         }
-        Ok(verified)
+        Ok(chain_verified)
     }
 
     signatures_of_tls13!();

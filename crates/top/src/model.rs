@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 use coreward_api::types::{Loads, ServerLoads, Status};
 
 /// Number of samples that a rate spans: load balancers report only once a second.
-const SAMPLE_COUNT: usize = 6;
+const RATE_SAMPLE_COUNT: usize = 6;
 
 /// The controller's newest answers, from which the page is drawn.
 #[derive(Debug, Default)]
@@ -13,7 +13,7 @@ pub struct Model {
     /// The newest status: everything except loads.
     pub status: Option<Status>,
     /// Samples of the loads from the oldest to the newest, all from one process of the controller.
-    loads: VecDeque<Loads>,
+    load_samples: VecDeque<Loads>,
     pub problem: Option<String>,
 }
 
@@ -38,22 +38,22 @@ impl Model {
             ClientEvent::Loads(loads) => {
                 self.problem = None;
                 // After a restart of the controller the counts begin at 0.
-                if self.loads.back().is_some_and(|newest| loads.uptime_ms <= newest.uptime_ms) {
-                    self.loads.clear();
+                if self.load_samples.back().is_some_and(|newest| loads.uptime_ms <= newest.uptime_ms) {
+                    self.load_samples.clear();
                 }
-                self.loads.push_back(loads);
-                while self.loads.len() > SAMPLE_COUNT {
-                    self.loads.pop_front();
+                self.load_samples.push_back(loads);
+                while self.load_samples.len() > RATE_SAMPLE_COUNT {
+                    self.load_samples.pop_front();
                 }
             }
         }
     }
 
     pub fn loads(&self) -> Option<&Loads> {
-        self.loads.back()
+        self.load_samples.back()
     }
 
-    pub fn servers(&self) -> BTreeMap<&str, &ServerLoads> {
+    pub fn server_loads_by_name(&self) -> BTreeMap<&str, &ServerLoads> {
         self.loads().into_iter().flat_map(|loads| &loads.servers).map(|server| (server.name.as_str(), server)).collect()
     }
 
@@ -61,26 +61,27 @@ impl Model {
     pub fn new_connection_rates(&self) -> BTreeMap<&str, f64> {
         let of = |loads: &'_ ServerLoads| loads.new_connections;
         let Some((oldest, newest, seconds)) = self.oldest_and_newest() else { return BTreeMap::new() };
-        let before: BTreeMap<&str, u64> = oldest.servers.iter().map(|server| (&*server.name, of(server))).collect();
-        let rate = |server: &ServerLoads| Some(of(server).saturating_sub(*before.get(&*server.name)?) as f64 / seconds);
+        let old_counts: BTreeMap<&str, u64> = oldest.servers.iter().map(|server| (&*server.name, of(server))).collect();
+        let rate =
+            |server: &ServerLoads| Some(of(server).saturating_sub(*old_counts.get(&*server.name)?) as f64 / seconds);
         newest.servers.iter().filter_map(|server| Some((&*server.name, rate(server)?))).collect()
     }
 
     /// Returns a load balancer's number of packets per second by counter name.
     pub fn packet_rates(&self, load_balancer: &str) -> BTreeMap<&str, f64> {
         let Some((oldest, newest, seconds)) = self.oldest_and_newest() else { return BTreeMap::new() };
-        let find = |loads: &'_ Loads| loads.load_balancers.iter().position(|counts| counts.name == load_balancer);
-        let (Some(before), Some(now)) = (find(oldest), find(newest)) else { return BTreeMap::new() };
-        let before = &oldest.load_balancers[before].counters;
+        let find_index = |loads: &'_ Loads| loads.load_balancers.iter().position(|counts| counts.name == load_balancer);
+        let (Some(before), Some(now)) = (find_index(oldest), find_index(newest)) else { return BTreeMap::new() };
+        let old_counters = &oldest.load_balancers[before].counters;
         let rate = |name: &str, count: &u64| {
-            count.saturating_sub(before.get(name).copied().unwrap_or(*count)) as f64 / seconds
+            count.saturating_sub(old_counters.get(name).copied().unwrap_or(*count)) as f64 / seconds
         };
         newest.load_balancers[now].counters.iter().map(|(name, count)| (name.as_str(), rate(name, count))).collect()
     }
 
     /// Returns the oldest loads, the newest loads, and the time between them (s).
     fn oldest_and_newest(&self) -> Option<(&Loads, &Loads, f64)> {
-        let (oldest, newest) = (self.loads.front()?, self.loads.back()?);
+        let (oldest, newest) = (self.load_samples.front()?, self.load_samples.back()?);
         let seconds = newest.uptime_ms.saturating_sub(oldest.uptime_ms) as f64 / 1000.0;
         (seconds > 0.0).then_some((oldest, newest, seconds))
     }

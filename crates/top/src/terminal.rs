@@ -13,49 +13,49 @@ use ratatui::crossterm::event::{self, Event, KeyEventKind};
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::model::{ClientEvent, Model};
-use crate::page::{draw, full_height};
+use crate::page::{draw, full_page_height};
 use crate::view::View;
 
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Pause after a slow answer, as a multiple of the answer's time: a large fleet's status has several MB.
 const PAUSE_FACTOR: u32 = 4;
 /// Width of the page without a terminal, in columns.
-const COLUMNS: u16 = 120;
-const MAX_LINES: u16 = 400;
+const TEXT_PAGE_COLUMNS: u16 = 120;
+const MAX_TEXT_PAGE_LINES: u16 = 400;
 
 /// Shows the page until q is pressed. With `once`, or without a terminal, returns the page as text.
 pub fn run(client: &Client, once: bool) -> anyhow::Result<Option<String>> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let mut seen = Model::default();
+    let mut model = Model::default();
     runtime.block_on(async {
-        seen.update(ClientEvent::Status(Box::new(client.status(false).await?)));
-        seen.update(ClientEvent::Loads(client.loads().await?));
+        model.update(ClientEvent::Status(Box::new(client.status(false).await?)));
+        model.update(ClientEvent::Loads(client.loads().await?));
         anyhow::Ok(())
     })?;
     if once || !std::io::stdout().is_terminal() {
         // Rates need two samples.
         runtime.block_on(async {
             tokio::time::sleep(POLL_INTERVAL).await;
-            seen.update(ClientEvent::Loads(client.loads().await?));
+            model.update(ClientEvent::Loads(client.loads().await?));
             anyhow::Ok(())
         })?;
-        return Ok(Some(render_text(&seen)?));
+        return Ok(Some(render_text(&model)?));
     }
     let (sender, events) = mpsc::channel();
     let client = client.clone();
-    let ended = Arc::new(AtomicBool::new(false));
-    let reported = ended.clone();
-    let beside = move || {
+    let stop_flag = Arc::new(AtomicBool::new(false));
+    let signal_stop_flag = stop_flag.clone();
+    let run_poll_thread = move || {
         runtime.block_on(async {
             tokio::select! {
                 () = poll_controller(&client, &sender) => {}
-                _ = wait_for_signal() => reported.store(true, Ordering::Relaxed),
+                _ = wait_for_signal() => signal_stop_flag.store(true, Ordering::Relaxed),
             }
         });
     };
-    std::thread::Builder::new().name("asks".to_owned()).spawn(beside)?;
+    std::thread::Builder::new().name("asks".to_owned()).spawn(run_poll_thread)?;
     let mut terminal = ratatui::try_init()?;
-    let outcome = event_loop(&mut terminal, seen, &events, &ended);
+    let outcome = event_loop(&mut terminal, model, &events, &stop_flag);
     ratatui::try_restore()?;
     outcome.map(|()| None)
 }
@@ -114,8 +114,8 @@ fn event_loop(
 
 /// Returns one page as text, as high as its content.
 fn render_text(seen: &Model) -> anyhow::Result<String> {
-    let lines = seen.status.as_ref().map_or(1, full_height).min(MAX_LINES);
-    let mut terminal = Terminal::new(TestBackend::new(COLUMNS, lines))?;
+    let height = seen.status.as_ref().map_or(1, full_page_height).min(MAX_TEXT_PAGE_LINES);
+    let mut terminal = Terminal::new(TestBackend::new(TEXT_PAGE_COLUMNS, height))?;
     terminal.draw(|frame| draw(frame, seen, &mut View::default()))?;
     Ok(page_text(terminal.backend()))
 }

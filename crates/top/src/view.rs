@@ -24,7 +24,7 @@ impl SortOrder {
 pub struct View {
     pub order: SortOrder,
     /// Number of servers that are scrolled off above the page.
-    pub first_row: usize,
+    pub first_visible_row: usize,
     /// Number of servers that fit on the page.
     pub page_size: usize,
 }
@@ -32,22 +32,22 @@ pub struct View {
 impl View {
     /// Handles a key; `servers`: number of servers. Returns false on q, Esc and Ctrl-C.
     pub fn handle_key(&mut self, key: KeyEvent, servers: usize) -> bool {
-        let page = self.page_size.max(1);
+        let page_size = self.page_size.max(1);
         match key.code {
             KeyCode::Char('c') if key.modifiers.contains(KeyModifiers::CONTROL) => return false,
             KeyCode::Char('q') | KeyCode::Esc => return false,
             KeyCode::Char('l') => self.order = SortOrder::Load,
             KeyCode::Char('n') => self.order = SortOrder::Name,
             KeyCode::Char('c') => self.order = SortOrder::NewConnections,
-            KeyCode::Up => self.first_row = self.first_row.saturating_sub(1),
-            KeyCode::Down => self.first_row += 1,
-            KeyCode::PageUp => self.first_row = self.first_row.saturating_sub(page),
-            KeyCode::PageDown => self.first_row += page,
-            KeyCode::Home => self.first_row = 0,
-            KeyCode::End => self.first_row = servers,
+            KeyCode::Up => self.first_visible_row = self.first_visible_row.saturating_sub(1),
+            KeyCode::Down => self.first_visible_row += 1,
+            KeyCode::PageUp => self.first_visible_row = self.first_visible_row.saturating_sub(page_size),
+            KeyCode::PageDown => self.first_visible_row += page_size,
+            KeyCode::Home => self.first_visible_row = 0,
+            KeyCode::End => self.first_visible_row = servers,
             _ => {}
         }
-        self.first_row = self.first_row.min(servers.saturating_sub(page));
+        self.first_visible_row = self.first_visible_row.min(servers.saturating_sub(page_size));
         true
     }
 }
@@ -59,21 +59,21 @@ mod tests {
     #[test]
     fn keys_scroll_within_the_servers() {
         let mut view = View { page_size: 10, ..View::default() };
-        let mut press = |code: KeyCode| {
-            let goes_on = view.handle_key(code.into(), 25);
-            (goes_on, view.order, view.first_row)
+        let mut press_key = |code: KeyCode| {
+            let continues = view.handle_key(code.into(), 25);
+            (continues, view.order, view.first_visible_row)
         };
-        assert_eq!(press(KeyCode::Up), (true, SortOrder::Name, 0));
-        assert_eq!(press(KeyCode::Down).2, 1);
-        assert_eq!(press(KeyCode::PageDown).2, 11);
-        assert_eq!(press(KeyCode::PageDown).2, 15, "the last page is full");
-        assert_eq!(press(KeyCode::PageUp).2, 5);
-        assert_eq!(press(KeyCode::End).2, 15);
-        assert_eq!(press(KeyCode::Home).2, 0);
-        assert_eq!(press(KeyCode::Char('c')), (true, SortOrder::NewConnections, 0));
-        assert_eq!(press(KeyCode::Char('l')).1, SortOrder::Load);
-        assert_eq!(press(KeyCode::Char('n')).1, SortOrder::Name);
-        assert!(!press(KeyCode::Char('q')).0);
+        assert_eq!(press_key(KeyCode::Up), (true, SortOrder::Name, 0));
+        assert_eq!(press_key(KeyCode::Down).2, 1);
+        assert_eq!(press_key(KeyCode::PageDown).2, 11);
+        assert_eq!(press_key(KeyCode::PageDown).2, 15, "the last page is full");
+        assert_eq!(press_key(KeyCode::PageUp).2, 5);
+        assert_eq!(press_key(KeyCode::End).2, 15);
+        assert_eq!(press_key(KeyCode::Home).2, 0);
+        assert_eq!(press_key(KeyCode::Char('c')), (true, SortOrder::NewConnections, 0));
+        assert_eq!(press_key(KeyCode::Char('l')).1, SortOrder::Load);
+        assert_eq!(press_key(KeyCode::Char('n')).1, SortOrder::Name);
+        assert!(!press_key(KeyCode::Char('q')).0);
         assert!(!view.handle_key(KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL), 25));
     }
 }

@@ -81,16 +81,19 @@ mod tests {
 
     #[test]
     fn errors_name_field_and_value() {
-        let good = v1::ServiceAddress { address: vec![10, 200, 0, 1], port: 80, protocol: "tcp".into() };
+        let valid_message = v1::ServiceAddress { address: vec![10, 200, 0, 1], port: 80, protocol: "tcp".into() };
         let error = |message: v1::ServiceAddress| ServiceAddress::try_from(&message).unwrap_err().to_string();
         assert_eq!(
-            error(v1::ServiceAddress { address: vec![1; 5], ..good.clone() }),
+            error(v1::ServiceAddress { address: vec![1; 5], ..valid_message.clone() }),
             "address: an address of 5 bytes: expected 4 (IPv4) or 16 (IPv6)"
         );
-        assert_eq!(error(v1::ServiceAddress { port: 65_536, ..good.clone() }), "port: port 65536: expected 1 to 65535");
-        assert_eq!(error(v1::ServiceAddress { port: 0, ..good.clone() }), "port: port 0: expected 1 to 65535");
         assert_eq!(
-            error(v1::ServiceAddress { protocol: "sctp".into(), ..good }),
+            error(v1::ServiceAddress { port: 65_536, ..valid_message.clone() }),
+            "port: port 65536: expected 1 to 65535"
+        );
+        assert_eq!(error(v1::ServiceAddress { port: 0, ..valid_message.clone() }), "port: port 0: expected 1 to 65535");
+        assert_eq!(
+            error(v1::ServiceAddress { protocol: "sctp".into(), ..valid_message }),
             "protocol: protocol \"sctp\" is not known: expected \"tcp\" or \"udp\""
         );
     }

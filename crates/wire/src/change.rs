@@ -6,7 +6,7 @@ use prost::Message as _;
 use prost::bytes::Bytes;
 
 use crate::configuration::{FleetConfiguration, Service, ServiceIndex};
-use crate::{Context as _, RefusedService, WireError, v1};
+use crate::{UnusableService, WireError, WireErrorContext as _, v1};
 
 /// Difference between two successive configurations of a stream.
 #[derive(Debug, Clone, PartialEq)]
@@ -24,12 +24,13 @@ pub struct FleetChange {
 impl FleetChange {
     /// Returns the change from one numbered configuration to another.
     pub fn between((base, old): (u64, &FleetConfiguration), (number, new): (u64, &FleetConfiguration)) -> Self {
-        let mut before: HashMap<ServiceIndex, &Service> =
+        let mut old_services: HashMap<ServiceIndex, &Service> =
             old.services.iter().map(|service| (service.index, service)).collect();
-        let changed = new.services.iter().filter(|service| before.remove(&service.index) != Some(service));
-        let services = changed.cloned().collect();
-        let mut gone: Vec<ServiceIndex> = before.into_keys().collect();
-        gone.sort();
+        let changed_services =
+            new.services.iter().filter(|service| old_services.remove(&service.index) != Some(service));
+        let services = changed_services.cloned().collect();
+        let mut removed_services: Vec<ServiceIndex> = old_services.into_keys().collect();
+        removed_services.sort();
         let configuration = FleetConfiguration {
             services,
             generation: new.generation,
@@ -38,7 +39,7 @@ impl FleetChange {
             report_interval: new.report_interval,
             table_lifetime: new.table_lifetime,
         };
-        Self { base_number: base, number, configuration, removed_services: gone }
+        Self { base_number: base, number, configuration, removed_services }
     }
 
     /// Returns the encoded message, which the streams of all load balancers share.
@@ -51,13 +52,13 @@ impl FleetChange {
     }
 
     /// Parses a change. Returns the change and its unusable services. Fails if `bytes` are not a consistent change.
-    pub fn decode(bytes: Bytes) -> Result<(Self, Vec<RefusedService>), WireError> {
+    pub fn decode(bytes: Bytes) -> Result<(Self, Vec<UnusableService>), WireError> {
         let message = v1::FleetChange::decode(bytes).map_err(|error| WireError::new("change", error))?;
         let configuration = message.configuration.ok_or_else(|| WireError::missing("configuration"))?;
-        let gone =
+        let removed_indexes =
             message.removed_service_index.iter().map(|index| ServiceIndex::parse("removed_service_index", *index));
-        let (base, number, gone) = (message.base, configuration.number, gone.collect::<Result<_, _>>()?);
-        let (configuration, refused) = FleetConfiguration::read(configuration).within("configuration")?;
+        let (base, number, gone) = (message.base, configuration.number, removed_indexes.collect::<Result<_, _>>()?);
+        let (configuration, refused) = FleetConfiguration::parse_message(configuration).within("configuration")?;
         Ok((Self { base_number: base, number, configuration, removed_services: gone }, refused))
     }
 
@@ -65,10 +66,10 @@ impl FleetChange {
     pub fn apply_to(self, before: FleetConfiguration) -> FleetConfiguration {
         let mut services = before.services;
         services.retain(|service| !self.removed_services.contains(&service.index));
-        let mut places: HashMap<ServiceIndex, usize> =
+        let mut positions: HashMap<ServiceIndex, usize> =
             services.iter().enumerate().map(|(place, service)| (service.index, place)).collect();
         for changed in self.configuration.services {
-            match places.remove(&changed.index) {
+            match positions.remove(&changed.index) {
                 Some(place) => services[place] = changed,
                 None => services.push(changed),
             }

@@ -6,12 +6,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use coreward_model::ServerId;
-use coreward_model::connection_table::OwnerNumber;
-use coreward_model::consistency::{ServiceMode, Timestamps};
-use coreward_model::cookie::{CookieKey, FleetKeys};
+use coreward_model::connection_table::TableOwnerNumber;
+use coreward_model::consistency::{ServiceMode, TimestampOrigin};
+use coreward_model::cookie::{CookieKey, FleetCookieKeys};
 use coreward_model::health::{HealthCheck, WhenAllDown};
 use coreward_model::placement::DEFAULT_TABLE_LIFETIME;
-use coreward_model::policy::{Capacity, TelemetryLevel, Weight};
+use coreward_model::policy::{ServerCapacity, ServerWeight, TelemetryLevel};
 use coreward_model::rss::RssKey;
 use coreward_model::tuple::ServiceAddress;
 use coreward_model::vlan::Vlan;
@@ -19,7 +19,7 @@ use prost::Message as _;
 use prost::bytes::Bytes;
 
 use crate::address::{address_bytes, parse_address, parse_optional_address, parse_server_id};
-use crate::{Context as _, WireError, v1};
+use crate::{WireError, WireErrorContext as _, v1};
 
 /// Index of a service in tables: 0 to 1,023. The data plane's arrays may use other indexes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -56,7 +56,7 @@ pub struct FleetConfiguration {
     /// Generation, which grows with every change of anything but [`Peer::is_alive`].
     pub generation: u64,
     /// The cookie keys.
-    pub keys: FleetKeys,
+    pub keys: FleetCookieKeys,
     /// Services, each with a unique address and index.
     pub services: Vec<Service>,
     /// All load balancers of the fleet, each with a unique name and number.
@@ -73,7 +73,7 @@ pub struct Peer {
     /// Name of the load balancer in its file.
     pub name: String,
     /// Number that identifies the load balancer's connection table in cookies; `None`: it has no table.
-    pub owner: Option<OwnerNumber>,
+    pub owner: Option<TableOwnerNumber>,
     /// Address of the load balancer in the servers' network; `None`: unknown.
     pub address: Option<IpAddr>,
     /// Whether the controller has received a message from the load balancer within [`LOAD_BALANCER_TIMEOUT`].
@@ -126,9 +126,9 @@ pub struct Server {
     /// Whether the server has left the service and needs no checks.
     pub has_left: bool,
     /// Weight of the server.
-    pub weight: Weight,
+    pub weight: ServerWeight,
     /// Configured capacity of the server.
-    pub capacity: Option<Capacity>,
+    pub capacity: Option<ServerCapacity>,
     /// VLAN of frames to the server.
     pub vlan: Vlan,
 }
@@ -139,9 +139,9 @@ pub struct AgentConfiguration {
     /// Generation, which grows with every change of anything but [`AgentConfiguration::previous_servers`].
     pub generation: u64,
     /// The services of this server.
-    pub services: Vec<StampedService>,
+    pub services: Vec<AgentService>,
     /// The cookie keys.
-    pub keys: FleetKeys,
+    pub keys: FleetCookieKeys,
     /// Time between two reports of the agent.
     pub report_interval: Duration,
     /// RSS key to set with `manage_rss = true`.
@@ -167,7 +167,7 @@ pub struct PreviousServer {
 
 /// A service in the configuration of a server's agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct StampedService {
+pub struct AgentService {
     /// Name of the service in the fleet document.
     pub name: String,
     /// VIP, port and protocol.
@@ -229,7 +229,7 @@ impl From<&Server> for v1::Server {
             eligible: server.is_eligible,
             has_left: server.has_left,
             weight: server.weight.get(),
-            capacity: server.capacity.map_or(0.0, Capacity::get),
+            capacity: server.capacity.map_or(0.0, ServerCapacity::get),
             vlan: server.vlan.get().into(),
         }
     }
@@ -237,13 +237,13 @@ impl From<&Server> for v1::Server {
 
 impl From<&AgentConfiguration> for v1::AgentConfiguration {
     fn from(configuration: &AgentConfiguration) -> Self {
-        let stamped = |service: &StampedService| v1::StampedService {
+        let stamped = |service: &AgentService| v1::StampedService {
             name: service.name.clone(),
             address: Some(service.address.into()),
             server_id: service.server_id.get().into(),
             mode: Some(service.mode.into()),
         };
-        let before = |server: &PreviousServer| v1::PreviousServer {
+        let to_previous_server = |server: &PreviousServer| v1::PreviousServer {
             id: server.id.get().into(),
             address: address_bytes(server.address),
         };
@@ -254,14 +254,14 @@ impl From<&AgentConfiguration> for v1::AgentConfiguration {
             report_interval_ms: configuration.report_interval.as_millis() as u32,
             fleet_rss_key: configuration.fleet_rss_key.bytes().to_vec(),
             server_id: configuration.server_id.get().into(),
-            previous_servers: configuration.previous_servers.iter().map(before).collect(),
+            previous_servers: configuration.previous_servers.iter().map(to_previous_server).collect(),
             draining: configuration.is_draining,
             address: configuration.address.map(address_bytes).unwrap_or_default(),
         }
     }
 }
 
-fn parse_keys(keys: Option<&v1::FleetKeys>) -> Result<FleetKeys, WireError> {
+fn parse_keys(keys: Option<&v1::FleetKeys>) -> Result<FleetCookieKeys, WireError> {
     keys.ok_or_else(|| WireError::missing("keys"))?.try_into().within("keys")
 }
 
@@ -269,7 +269,7 @@ fn parse_service_address(address: Option<&v1::ServiceAddress>) -> Result<Service
     address.ok_or_else(|| WireError::missing("address"))?.try_into().within("address")
 }
 
-fn parse_owner(field: &str, number: u32) -> Result<OwnerNumber, WireError> {
+fn parse_owner_number(field: &str, number: u32) -> Result<TableOwnerNumber, WireError> {
     u64::from(number).try_into().map_err(|error| WireError::new(field, error))
 }
 
@@ -279,7 +279,7 @@ fn parse_mode(mode: Option<&v1::ServiceMode>) -> Result<ServiceMode, WireError> 
 
 /// Parses the time key. LB-side stamping requires it, so that all load balancers stamp alike.
 fn parse_time_key(mode: ServiceMode, key: Option<v1::CookieKey>) -> Result<Option<CookieKey>, WireError> {
-    match (mode.timestamps == Timestamps::LoadBalancer, key) {
+    match (mode.timestamps == TimestampOrigin::LoadBalancer, key) {
         (true, None) => Err(WireError::missing("time_key")),
         (true, Some(key)) => Ok(Some(key.into())),
         (false, _) => Ok(None),
@@ -287,7 +287,7 @@ fn parse_time_key(mode: ServiceMode, key: Option<v1::CookieKey>) -> Result<Optio
 }
 
 /// Parses a text that must be the name of one of the values in `all`.
-fn parse_named<T: Copy, const N: usize>(
+fn parse_name<T: Copy, const N: usize>(
     field: &str,
     text: &str,
     all: [T; N],
@@ -298,7 +298,7 @@ fn parse_named<T: Copy, const N: usize>(
         .ok_or_else(|| WireError::new(field, format!("{text:?}: expected one of {}", all.map(name).join(", "))))
 }
 
-fn parse_interval(milliseconds: u32) -> Result<Duration, WireError> {
+fn parse_report_interval(milliseconds: u32) -> Result<Duration, WireError> {
     match milliseconds {
         0 => Err(WireError::new("report_interval_ms", "0: expected at least 1")),
         _ => Ok(Duration::from_millis(milliseconds.into())),
@@ -309,25 +309,25 @@ fn parse_when_all_down(name: &str) -> Result<WhenAllDown, WireError> {
     if name.is_empty() {
         return Ok(WhenAllDown::default());
     }
-    parse_named("when_all_down", name, WhenAllDown::ALL, WhenAllDown::name)
+    parse_name("when_all_down", name, WhenAllDown::ALL, WhenAllDown::name)
 }
 
 /// Parses the lifetime of tables, which is 0 from controllers of versions without this field.
-fn parse_lifetime(milliseconds: u32) -> Duration {
+fn parse_table_lifetime(milliseconds: u32) -> Duration {
     if milliseconds == 0 { DEFAULT_TABLE_LIFETIME } else { Duration::from_millis(milliseconds.into()) }
 }
 
-fn parse_weight(weight: u32) -> Result<Weight, WireError> {
-    Weight::new(weight.max(1).into()).map_err(|error| WireError::new("weight", error))
+fn parse_weight(weight: u32) -> Result<ServerWeight, WireError> {
+    ServerWeight::new(weight.max(1).into()).map_err(|error| WireError::new("weight", error))
 }
 
-fn parse_capacity(capacity: f64) -> Result<Option<Capacity>, WireError> {
-    let configured = (capacity != 0.0).then(|| Capacity::new(capacity)).transpose();
-    configured.map_err(|error| WireError::new("capacity", error))
+fn parse_capacity(capacity: f64) -> Result<Option<ServerCapacity>, WireError> {
+    let result = (capacity != 0.0).then(|| ServerCapacity::new(capacity)).transpose();
+    result.map_err(|error| WireError::new("capacity", error))
 }
 
 /// Parses every element of a list; an error names the element's position.
-pub(crate) fn parse_each<'a, T, U: TryFrom<&'a T, Error = WireError>>(
+pub(crate) fn parse_list<'a, T, U: TryFrom<&'a T, Error = WireError>>(
     field: &str,
     list: &'a [T],
 ) -> Result<Vec<U>, WireError> {
@@ -341,11 +341,11 @@ fn check_unique<T: std::hash::Hash + Eq + std::fmt::Display>(
     field: &str,
     values: impl Iterator<Item = T>,
 ) -> Result<(), WireError> {
-    let mut seen = HashSet::new();
+    let mut used_values = HashSet::new();
     for (position, value) in values.enumerate() {
-        let twice = format!("{value} is used twice: expected each once");
-        if !seen.insert(value) {
-            return Err(WireError::new(format!("{field}[{position}]"), twice));
+        let duplicate_text = format!("{value} is used twice: expected each once");
+        if !used_values.insert(value) {
+            return Err(WireError::new(format!("{field}[{position}]"), duplicate_text));
         }
     }
     Ok(())
@@ -360,20 +360,22 @@ impl FleetConfiguration {
 
     /// Parses a message. Returns the number, the configuration and its unusable services. Fails if another part of
     /// `bytes` is invalid.
-    pub fn decode(bytes: Bytes) -> Result<(u64, Self, Vec<RefusedService>), WireError> {
+    pub fn decode(bytes: Bytes) -> Result<(u64, Self, Vec<UnusableService>), WireError> {
         let message = v1::FleetConfiguration::decode(bytes).map_err(|error| WireError::new("configuration", error))?;
         let number = message.number;
-        let (configuration, refused) = Self::read(message)?;
+        let (configuration, refused) = Self::parse_message(message)?;
         Ok((number, configuration, refused))
     }
 
-    pub(crate) fn read(mut message: v1::FleetConfiguration) -> Result<(Self, Vec<RefusedService>), WireError> {
+    pub(crate) fn parse_message(
+        mut message: v1::FleetConfiguration,
+    ) -> Result<(Self, Vec<UnusableService>), WireError> {
         // The second pass only if the first one removed something.
         match Self::try_from(&message) {
             Ok(configuration) => Ok((configuration, Vec::new())),
             Err(_) => {
-                let refused = remove_unusable(&mut message);
-                Ok(((&message).try_into()?, refused))
+                let refused_services = remove_unusable_services(&mut message);
+                Ok(((&message).try_into()?, refused_services))
             }
         }
     }
@@ -383,20 +385,20 @@ impl TryFrom<&v1::FleetConfiguration> for FleetConfiguration {
     type Error = WireError;
 
     fn try_from(message: &v1::FleetConfiguration) -> Result<Self, WireError> {
-        let services: Vec<Service> = parse_each("services", &message.services)?;
+        let services: Vec<Service> = parse_list("services", &message.services)?;
         check_unique("services", services.iter().map(|service| service.address))?;
         check_unique("services", services.iter().map(|service| format!("index {}", service.index.get())))?;
-        let load_balancers: Vec<Peer> = parse_each("load_balancers", &message.load_balancers)?;
+        let load_balancers: Vec<Peer> = parse_list("load_balancers", &message.load_balancers)?;
         check_unique("load_balancers", load_balancers.iter().map(|peer| &peer.name))?;
-        let numbers = load_balancers.iter().filter_map(|peer| peer.owner);
-        check_unique("load_balancers", numbers.map(|owner| format!("owner number {}", owner.get())))?;
+        let owners = load_balancers.iter().filter_map(|peer| peer.owner);
+        check_unique("load_balancers", owners.map(|owner| format!("owner number {}", owner.get())))?;
         Ok(Self {
             generation: message.generation,
             keys: parse_keys(message.keys.as_ref())?,
             services,
             load_balancers,
-            report_interval: parse_interval(message.report_interval_ms)?,
-            table_lifetime: parse_lifetime(message.table_lifetime_ms),
+            report_interval: parse_report_interval(message.report_interval_ms)?,
+            table_lifetime: parse_table_lifetime(message.table_lifetime_ms),
         })
     }
 }
@@ -407,7 +409,7 @@ impl TryFrom<&v1::LoadBalancer> for Peer {
     fn try_from(message: &v1::LoadBalancer) -> Result<Self, WireError> {
         Ok(Self {
             name: message.name.clone(),
-            owner: message.owner.map(|number| parse_owner("owner", number)).transpose()?,
+            owner: message.owner.map(|number| parse_owner_number("owner", number)).transpose()?,
             address: parse_optional_address("address", &message.address)?,
             is_alive: message.alive,
         })
@@ -418,7 +420,7 @@ impl TryFrom<&v1::Service> for Service {
     type Error = WireError;
 
     fn try_from(message: &v1::Service) -> Result<Self, WireError> {
-        let servers: Vec<Server> = parse_each("servers", &message.servers)?;
+        let servers: Vec<Server> = parse_list("servers", &message.servers)?;
         check_unique("servers", servers.iter().map(|server| format!("server id {}", server.id)))?;
         let mode = parse_mode(message.mode.as_ref())?;
         Ok(Self {
@@ -428,7 +430,7 @@ impl TryFrom<&v1::Service> for Service {
             mode,
             time_key: parse_time_key(mode, message.time_key)?,
             policy: message.policy.clone(),
-            telemetry_level: parse_named("traffic", &message.traffic, TelemetryLevel::ALL, TelemetryLevel::name)?,
+            telemetry_level: parse_name("traffic", &message.traffic, TelemetryLevel::ALL, TelemetryLevel::name)?,
             check: message
                 .health_check
                 .as_ref()
@@ -454,12 +456,12 @@ impl TryFrom<&v1::Server> for Server {
             has_left: message.has_left,
             weight: parse_weight(message.weight)?,
             capacity: parse_capacity(message.capacity)?,
-            vlan: Vlan::from_id(message.vlan.into()).map_err(|error| WireError::new("vlan", error))?,
+            vlan: Vlan::from_id_or_untagged(message.vlan.into()).map_err(|error| WireError::new("vlan", error))?,
         })
     }
 }
 
-impl TryFrom<&v1::StampedService> for StampedService {
+impl TryFrom<&v1::StampedService> for AgentService {
     type Error = WireError;
 
     fn try_from(message: &v1::StampedService) -> Result<Self, WireError> {
@@ -482,9 +484,9 @@ impl TryFrom<&v1::PreviousServer> for PreviousServer {
 
 impl AgentConfiguration {
     /// Parses a message. Returns the configuration and its unusable services. Fails if another part is invalid.
-    pub fn read(mut message: v1::AgentConfiguration) -> Result<(Self, Vec<RefusedService>), WireError> {
-        let refused = remove_unusable_stamped(&mut message);
-        Ok(((&message).try_into()?, refused))
+    pub fn read(mut message: v1::AgentConfiguration) -> Result<(Self, Vec<UnusableService>), WireError> {
+        let refused_services = remove_unusable_agent_services(&mut message);
+        Ok(((&message).try_into()?, refused_services))
     }
 }
 
@@ -494,13 +496,13 @@ impl TryFrom<&v1::AgentConfiguration> for AgentConfiguration {
     fn try_from(message: &v1::AgentConfiguration) -> Result<Self, WireError> {
         Ok(Self {
             generation: message.generation,
-            services: parse_each("services", &message.services)?,
+            services: parse_list("services", &message.services)?,
             keys: parse_keys(message.keys.as_ref())?,
-            report_interval: parse_interval(message.report_interval_ms)?,
+            report_interval: parse_report_interval(message.report_interval_ms)?,
             fleet_rss_key: RssKey::new(&message.fleet_rss_key)
                 .map_err(|error| WireError::new("fleet_rss_key", error))?,
             server_id: parse_server_id("server_id", message.server_id)?,
-            previous_servers: parse_each("previous_servers", &message.previous_servers)?,
+            previous_servers: parse_list("previous_servers", &message.previous_servers)?,
             is_draining: message.draining,
             address: parse_optional_address("address", &message.address)?,
         })
@@ -509,7 +511,7 @@ impl TryFrom<&v1::AgentConfiguration> for AgentConfiguration {
 
 /// A service that this version cannot use.
 #[derive(Debug, Clone, PartialEq)]
-pub struct RefusedService {
+pub struct UnusableService {
     /// Name of the service.
     pub name: String,
     /// Index of the service in the message, if it has one.
@@ -520,7 +522,7 @@ pub struct RefusedService {
     pub servers: Option<Vec<Server>>,
 }
 
-impl RefusedService {
+impl UnusableService {
     /// Returns the previous service with the servers of the unusable one, so that drains take effect.
     pub fn with_servers_of(&self, before: &Service) -> Service {
         Service { servers: self.servers.clone().unwrap_or_else(|| before.servers.clone()), ..before.clone() }
@@ -533,26 +535,26 @@ impl RefusedService {
 }
 
 /// Removes unusable services from a configuration, and returns them.
-fn remove_unusable(message: &mut v1::FleetConfiguration) -> Vec<RefusedService> {
-    let mut refused = Vec::new();
+fn remove_unusable_services(message: &mut v1::FleetConfiguration) -> Vec<UnusableService> {
+    let mut refused_services = Vec::new();
     message.services.retain(|service| {
         let Err(reason) = Service::try_from(service) else { return true };
-        let servers = parse_each("servers", &service.servers).ok();
-        refused.push(RefusedService { name: service.name.clone(), index: service.index, reason, servers });
+        let servers = parse_list("servers", &service.servers).ok();
+        refused_services.push(UnusableService { name: service.name.clone(), index: service.index, reason, servers });
         false
     });
-    refused
+    refused_services
 }
 
 /// Removes unusable services from an agent's configuration, and returns them.
-fn remove_unusable_stamped(message: &mut v1::AgentConfiguration) -> Vec<RefusedService> {
-    let mut refused = Vec::new();
+fn remove_unusable_agent_services(message: &mut v1::AgentConfiguration) -> Vec<UnusableService> {
+    let mut refused_services = Vec::new();
     message.services.retain(|service| {
-        let Err(reason) = StampedService::try_from(service) else { return true };
-        refused.push(RefusedService { name: service.name.clone(), index: 0, reason, servers: None });
+        let Err(reason) = AgentService::try_from(service) else { return true };
+        refused_services.push(UnusableService { name: service.name.clone(), index: 0, reason, servers: None });
         false
     });
-    refused
+    refused_services
 }
 
 #[cfg(test)]

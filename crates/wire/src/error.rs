@@ -25,12 +25,12 @@ impl WireError {
 }
 
 /// Adds the name of a field to an error.
-pub trait Context<T> {
+pub trait WireErrorContext<T> {
     /// Prefixes the field's name to the path of an error.
     fn within(self, field: impl fmt::Display) -> Result<T, WireError>;
 }
 
-impl<T> Context<T> for Result<T, WireError> {
+impl<T> WireErrorContext<T> for Result<T, WireError> {
     fn within(self, field: impl fmt::Display) -> Result<T, WireError> {
         self.map_err(|error| WireError { field: format!("{field}.{}", error.field), problem: error.problem })
     }

@@ -10,18 +10,18 @@ use coreward_model::health::{
 
 use crate::address::parse_server_id;
 use crate::configuration::ServiceIndex;
-use crate::{Context as _, WireError, v1};
+use crate::{WireError, WireErrorContext as _, v1};
 
 /// Results of a load balancer's checks of all servers.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct HealthMessage {
     /// Results by service and server, in any order.
-    pub servers: Vec<(ServiceIndex, ServerId, CheckedServer)>,
+    pub servers: Vec<(ServiceIndex, ServerId, ServerCheckResult)>,
 }
 
 /// Result of one load balancer's checks of one server.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct CheckedServer {
+pub struct ServerCheckResult {
     /// Verdict on the server; `None`: not enough checks so far.
     pub verdict: Option<HealthVerdict>,
     /// Time since the verdict became the present one.
@@ -31,13 +31,13 @@ pub struct CheckedServer {
     /// Latency of the newest answer; zero: no answer.
     pub latency: Duration,
     /// Number of completed checks.
-    pub checks: u64,
+    pub completed_checks: u64,
     /// Number of failed checks.
-    pub failures: u64,
+    pub failed_checks: u64,
 }
 
 /// Maximum length of an error in characters.
-const MAX_ERROR: usize = 200;
+const MAX_ERROR_CHARS: usize = 200;
 
 impl From<&HealthMessage> for v1::LoadBalancerHealth {
     fn from(message: &HealthMessage) -> Self {
@@ -54,16 +54,16 @@ impl From<&HealthMessage> for v1::LoadBalancerHealth {
     }
 }
 
-impl From<&CheckedServer> for v1::ServerHealth {
-    fn from(checked: &CheckedServer) -> Self {
+impl From<&ServerCheckResult> for v1::ServerHealth {
+    fn from(checked: &ServerCheckResult) -> Self {
         Self {
             server_id: 0,
             up: checked.verdict.map(|verdict| verdict == HealthVerdict::Up),
             since_ms: checked.verdict_duration.as_millis() as u64,
-            error: checked.error.chars().take(MAX_ERROR).collect(),
+            error: checked.error.chars().take(MAX_ERROR_CHARS).collect(),
             latency_us: u32::try_from(checked.latency.as_micros()).unwrap_or(u32::MAX),
-            checks: checked.checks,
-            failures: checked.failures,
+            checks: checked.completed_checks,
+            failures: checked.failed_checks,
         }
     }
 }
@@ -74,10 +74,10 @@ impl TryFrom<&v1::LoadBalancerHealth> for HealthMessage {
     fn try_from(message: &v1::LoadBalancerHealth) -> Result<Self, WireError> {
         let mut servers = Vec::new();
         for (position, service) in message.services.iter().enumerate() {
-            let within = format!("services[{position}]");
-            let index = ServiceIndex::parse("service_index", service.service_index).within(&within)?;
+            let service_path = format!("services[{position}]");
+            let index = ServiceIndex::parse("service_index", service.service_index).within(&service_path)?;
             for server in &service.servers {
-                let id = parse_server_id("server_id", server.server_id).within(&within)?;
+                let id = parse_server_id("server_id", server.server_id).within(&service_path)?;
                 servers.push((index, id, server.into()));
             }
         }
@@ -85,16 +85,16 @@ impl TryFrom<&v1::LoadBalancerHealth> for HealthMessage {
     }
 }
 
-impl From<&v1::ServerHealth> for CheckedServer {
+impl From<&v1::ServerHealth> for ServerCheckResult {
     fn from(message: &v1::ServerHealth) -> Self {
-        let verdict = |up: bool| if up { HealthVerdict::Up } else { HealthVerdict::Down };
+        let to_verdict = |up: bool| if up { HealthVerdict::Up } else { HealthVerdict::Down };
         Self {
-            verdict: message.up.map(verdict),
+            verdict: message.up.map(to_verdict),
             verdict_duration: Duration::from_millis(message.since_ms),
-            error: message.error.chars().filter(|c| !c.is_control()).take(MAX_ERROR).collect(),
+            error: message.error.chars().filter(|c| !c.is_control()).take(MAX_ERROR_CHARS).collect(),
             latency: Duration::from_micros(message.latency_us.into()),
-            checks: message.checks,
-            failures: message.failures,
+            completed_checks: message.checks,
+            failed_checks: message.failures,
         }
     }
 }
@@ -134,24 +134,24 @@ impl TryFrom<&v1::HealthCheck> for HealthCheck {
     fn try_from(message: &v1::HealthCheck) -> Result<Self, WireError> {
         let probe = match message.probe.as_str() {
             "tcp" => Probe::Tcp,
-            "http" => Probe::Http(parse_http(message)?),
-            "https" => Probe::Https(parse_http(message)?, parse_verification(message)),
+            "http" => Probe::Http(parse_http_probe(message)?),
+            "https" => Probe::Https(parse_http_probe(message)?, parse_verification(message)),
             other => {
                 return Err(WireError::new("probe", format!("{other:?}: expected \"tcp\", \"http\" or \"https\"")));
             }
         };
-        let place = ProbeAddress::ALL.into_iter().find(|place| place.name() == message.at);
-        let place =
-            place.ok_or_else(|| WireError::new("at", format!("{:?}: expected \"vip\" or \"server\"", message.at)))?;
+        let probe_address = ProbeAddress::ALL.into_iter().find(|place| place.name() == message.at);
+        let probe_address = probe_address
+            .ok_or_else(|| WireError::new("at", format!("{:?}: expected \"vip\" or \"server\"", message.at)))?;
         let port = u16::try_from(message.port)
             .map_err(|_| WireError::new("port", format!("{}: expected 0 to 65535", message.port)))?;
         let (rise, fall) = (message.rise, message.fall);
         Ok(Self {
             probe,
-            probe_address: place,
+            probe_address,
             port: (port != 0).then_some(port),
-            interval: parse_period("interval_ms", message.interval_ms)?,
-            timeout: parse_period("timeout_ms", message.timeout_ms)?,
+            interval: parse_milliseconds("interval_ms", message.interval_ms)?,
+            timeout: parse_milliseconds("timeout_ms", message.timeout_ms)?,
             thresholds: Thresholds::new(rise, fall).ok_or_else(|| {
                 WireError::new("rise", format!("{rise}, and {fall} to fall: expected at least 1 each"))
             })?,
@@ -161,14 +161,14 @@ impl TryFrom<&v1::HealthCheck> for HealthCheck {
     }
 }
 
-fn parse_http(message: &v1::HealthCheck) -> Result<HttpProbe, WireError> {
-    let bounds = (u16::try_from(message.expect_first).ok(), u16::try_from(message.expect_last).ok());
-    let expect = bounds.0.zip(bounds.1).and_then(|(first, last)| StatusRange::new(first, last));
-    let wrong = || format!("{} to {}: expected status codes", message.expect_first, message.expect_last);
+fn parse_http_probe(message: &v1::HealthCheck) -> Result<HttpProbe, WireError> {
+    let status_bounds = (u16::try_from(message.expect_first).ok(), u16::try_from(message.expect_last).ok());
+    let expected_status = status_bounds.0.zip(status_bounds.1).and_then(|(first, last)| StatusRange::new(first, last));
+    let invalid_status = || format!("{} to {}: expected status codes", message.expect_first, message.expect_last);
     Ok(HttpProbe {
         path: message.path.clone(),
         host: (!message.host.is_empty()).then(|| message.host.clone()),
-        expected_status: expect.ok_or_else(|| WireError::new("expect_first", wrong()))?,
+        expected_status: expected_status.ok_or_else(|| WireError::new("expect_first", invalid_status()))?,
     })
 }
 
@@ -180,7 +180,7 @@ fn parse_verification(message: &v1::HealthCheck) -> CertificateVerification {
     }
 }
 
-fn parse_period(field: &str, milliseconds: u32) -> Result<Duration, WireError> {
+fn parse_milliseconds(field: &str, milliseconds: u32) -> Result<Duration, WireError> {
     match milliseconds {
         0 => Err(WireError::new(field, "0: expected at least 1")),
         _ => Ok(Duration::from_millis(milliseconds.into())),
@@ -191,7 +191,7 @@ fn parse_period(field: &str, milliseconds: u32) -> Result<Duration, WireError> {
 mod tests {
     use super::*;
 
-    fn check(probe: Probe) -> HealthCheck {
+    fn health_check(probe: Probe) -> HealthCheck {
         HealthCheck {
             probe,
             probe_address: ProbeAddress::Server,
@@ -203,7 +203,7 @@ mod tests {
         }
     }
 
-    fn http() -> HttpProbe {
+    fn http_probe() -> HttpProbe {
         let expected_status = StatusRange::new(200, 204).unwrap();
         HttpProbe { path: "/healthz?x=1".to_owned(), host: Some("www.example.org".to_owned()), expected_status }
     }
@@ -212,43 +212,49 @@ mod tests {
     fn health_checks_round_trip() {
         let probes = [
             Probe::Tcp,
-            Probe::Http(http()),
-            Probe::Https(http(), CertificateVerification::System),
-            Probe::Https(http(), CertificateVerification::Off),
-            Probe::Https(http(), CertificateVerification::Authorities("pem".to_owned())),
+            Probe::Http(http_probe()),
+            Probe::Https(http_probe(), CertificateVerification::System),
+            Probe::Https(http_probe(), CertificateVerification::Off),
+            Probe::Https(http_probe(), CertificateVerification::Authorities("pem".to_owned())),
         ];
         for probe in probes {
-            let check = check(probe);
+            let check = health_check(probe);
             assert_eq!(HealthCheck::try_from(&v1::HealthCheck::from(&check)), Ok(check));
         }
-        let good = v1::HealthCheck::from(&check(Probe::Http(http())));
+        let valid_message = v1::HealthCheck::from(&health_check(Probe::Http(http_probe())));
         let error = |message: v1::HealthCheck| HealthCheck::try_from(&message).unwrap_err().to_string();
         assert_eq!(
-            error(v1::HealthCheck { probe: "icmp".to_owned(), ..good.clone() }),
+            error(v1::HealthCheck { probe: "icmp".to_owned(), ..valid_message.clone() }),
             "probe: \"icmp\": expected \"tcp\", \"http\" or \"https\""
         );
-        assert_eq!(error(v1::HealthCheck { interval_ms: 0, ..good.clone() }), "interval_ms: 0: expected at least 1");
-        assert_eq!(error(v1::HealthCheck { jitter: 2.0, ..good }), "jitter: 2: expected 0 to 1");
+        assert_eq!(
+            error(v1::HealthCheck { interval_ms: 0, ..valid_message.clone() }),
+            "interval_ms: 0: expected at least 1"
+        );
+        assert_eq!(error(v1::HealthCheck { jitter: 2.0, ..valid_message }), "jitter: 2: expected 0 to 1");
     }
 
     #[test]
     fn health_message_round_trips() {
-        let entry = |index: u32, id: u64, verdict: Option<HealthVerdict>| {
-            let checked = CheckedServer {
+        let server_result = |index: u32, id: u64, verdict: Option<HealthVerdict>| {
+            let check_result = ServerCheckResult {
                 verdict,
                 verdict_duration: Duration::from_millis(1500),
                 error: "connection refused".to_owned(),
                 latency: Duration::from_micros(250),
-                checks: 7,
-                failures: 3,
+                completed_checks: 7,
+                failed_checks: 3,
             };
-            (ServiceIndex::new(index).unwrap(), ServerId::try_from(id).unwrap(), checked)
+            (ServiceIndex::new(index).unwrap(), ServerId::try_from(id).unwrap(), check_result)
         };
-        let servers =
-            vec![entry(3, 7, Some(HealthVerdict::Up)), entry(3, 8, Some(HealthVerdict::Down)), entry(5, 7, None)];
+        let servers = vec![
+            server_result(3, 7, Some(HealthVerdict::Up)),
+            server_result(3, 8, Some(HealthVerdict::Down)),
+            server_result(5, 7, None),
+        ];
         let message = HealthMessage { servers };
-        let sent = v1::LoadBalancerHealth::from(&message);
-        assert_eq!(sent.services.len(), 2);
-        assert_eq!(HealthMessage::try_from(&sent), Ok(message));
+        let encoded = v1::LoadBalancerHealth::from(&message);
+        assert_eq!(encoded.services.len(), 2);
+        assert_eq!(HealthMessage::try_from(&encoded), Ok(message));
     }
 }

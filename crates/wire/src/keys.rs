@@ -1,6 +1,6 @@
 //! The fleet's cookie keys.
 
-use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
+use coreward_model::cookie::{CookieKey, FleetCookieKeys, KeyIndex};
 
 use crate::{WireError, v1};
 
@@ -16,14 +16,14 @@ impl From<v1::CookieKey> for CookieKey {
     }
 }
 
-impl From<&FleetKeys> for v1::FleetKeys {
-    fn from(keys: &FleetKeys) -> Self {
+impl From<&FleetCookieKeys> for v1::FleetKeys {
+    fn from(keys: &FleetCookieKeys) -> Self {
         let key = keys.keys.map(Into::into).to_vec();
         Self { key, current: keys.current.get() as u32 }
     }
 }
 
-impl TryFrom<&v1::FleetKeys> for FleetKeys {
+impl TryFrom<&v1::FleetKeys> for FleetCookieKeys {
     type Error = WireError;
 
     fn try_from(message: &v1::FleetKeys) -> Result<Self, WireError> {
@@ -44,19 +44,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_round_trip_and_must_be_two() {
-        let keys = FleetKeys {
+    fn cookie_keys_round_trip_and_must_be_exactly_two() {
+        let keys = FleetCookieKeys {
             keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: u64::MAX }],
             current: KeyIndex::Second,
         };
         let mut message = v1::FleetKeys::from(&keys);
-        assert_eq!(FleetKeys::try_from(&message), Ok(keys));
+        assert_eq!(FleetCookieKeys::try_from(&message), Ok(keys));
         message.current = 2;
         assert_eq!(
-            FleetKeys::try_from(&message).unwrap_err().to_string(),
+            FleetCookieKeys::try_from(&message).unwrap_err().to_string(),
             "current: key 2 is to stamp: expected 0 or 1"
         );
         message.key.pop();
-        assert_eq!(FleetKeys::try_from(&message).unwrap_err().to_string(), "key: 1 cookie keys: expected 2");
+        assert_eq!(FleetCookieKeys::try_from(&message).unwrap_err().to_string(), "key: 1 cookie keys: expected 2");
     }
 }

@@ -38,13 +38,15 @@ pub mod traffic;
 
 pub use change::FleetChange;
 pub use configuration::{
-    AgentConfiguration, FleetConfiguration, LOAD_BALANCER_TIMEOUT, Peer, PreviousServer, RefusedService,
-    STATE_INTERVAL, Server, Service, ServiceIndex, StampedService,
+    AgentConfiguration, AgentService, FleetConfiguration, LOAD_BALANCER_TIMEOUT, Peer, PreviousServer, STATE_INTERVAL,
+    Server, Service, ServiceIndex, UnusableService,
 };
-pub use error::{Context, WireError};
-pub use health::{CheckedServer, HealthMessage};
+pub use error::{WireError, WireErrorContext};
+pub use health::{HealthMessage, ServerCheckResult};
 pub use rack::{RackConfiguration, RackMember, RackServer, RackService};
-pub use report::{CountedConnections, MAX_AGENT_MESSAGE_BYTES, Report, ReportDetails, ReportError, limit_report_size};
+pub use report::{
+    CountedConnections, MAX_AGENT_MESSAGE_BYTES, Report, ReportDetails, ReportError, reduce_oversized_report,
+};
 pub use rss::ReportedRss;
 pub use sockets::{SocketAnswer, SocketQuery};
 pub use traffic::{ServerTraffic, TrafficMessage};

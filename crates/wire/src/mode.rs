@@ -1,6 +1,6 @@
 //! Consistency modes of services.
 
-use coreward_model::consistency::{InvalidSetting, ServiceMode};
+use coreward_model::consistency::{InvalidModeSetting, ServiceMode};
 
 use crate::{WireError, v1};
 
@@ -15,6 +15,6 @@ impl TryFrom<&v1::ServiceMode> for ServiceMode {
 
     fn try_from(message: &v1::ServiceMode) -> Result<Self, WireError> {
         let settings = message.settings.iter().map(|(key, value)| (key.as_str(), value.as_str()));
-        ServiceMode::from_settings(settings).map_err(|InvalidSetting { key, reason }| WireError::new(key, reason))
+        ServiceMode::from_settings(settings).map_err(|InvalidModeSetting { key, reason }| WireError::new(key, reason))
     }
 }

@@ -87,15 +87,16 @@ mod tests {
             doubles in prop::collection::vec(any::<f64>().prop_filter("compared below", |load| !load.is_nan()), 0..50),
         ) {
             use prost::Message as _;
-            let encoded = write(numbers.iter().copied());
-            let in_bytes = EncodedNumbers { numbers: encoded, doubles: write_doubles(doubles.iter().copied()) };
-            let repeated = RepeatedNumbers { numbers, doubles };
-            prop_assert_eq!(in_bytes.encode_to_vec(), repeated.encode_to_vec());
-            prop_assert_eq!(count(&in_bytes.numbers), repeated.numbers.len());
-            prop_assert_eq!(count_doubles("load", &in_bytes.doubles).unwrap(), repeated.doubles.len());
-            let read: Vec<u64> = read(&in_bytes.numbers).map(Option::unwrap).collect();
-            prop_assert_eq!(read, repeated.numbers);
-            prop_assert_eq!(read_doubles(&in_bytes.doubles).collect::<Vec<f64>>(), repeated.doubles);
+            let encoded_numbers = write(numbers.iter().copied());
+            let encoded_message = EncodedNumbers { numbers: encoded_numbers,
+                doubles: write_doubles(doubles.iter().copied()) };
+            let repeated_message = RepeatedNumbers { numbers, doubles };
+            prop_assert_eq!(encoded_message.encode_to_vec(), repeated_message.encode_to_vec());
+            prop_assert_eq!(count(&encoded_message.numbers), repeated_message.numbers.len());
+            prop_assert_eq!(count_doubles("load", &encoded_message.doubles).unwrap(), repeated_message.doubles.len());
+            let decoded: Vec<u64> = read(&encoded_message.numbers).map(Option::unwrap).collect();
+            prop_assert_eq!(decoded, repeated_message.numbers);
+            prop_assert_eq!(read_doubles(&encoded_message.doubles).collect::<Vec<f64>>(), repeated_message.doubles);
         }
     }
 

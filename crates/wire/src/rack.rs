@@ -4,24 +4,24 @@ use std::collections::HashSet;
 use std::time::Duration;
 
 use coreward_model::ServerId;
-use coreward_model::load::{Alpha, MAX_LOAD};
+use coreward_model::load::{MAX_LOAD, SmoothingWeight};
 use coreward_model::placement::{BucketCount, ServerCore};
 use coreward_model::policy::{
-    Bin, CandidateList, Capacity, HistogramBins, LoadHistogram, MAX_CANDIDATES, RackSummary, ReducedServer,
-    ServerClass, ServerLoads, Weight,
+    CandidateList, HistogramBins, LoadBin, LoadHistogram, MAX_CANDIDATES, RackSummary, ServerCapacity, ServerClass,
+    ServerLoads, ServerWeight, SummarizedServer,
 };
 use prost::Message as _;
 
 use crate::address::parse_server_id;
 use crate::report::MAX_CORES;
 use crate::rss::parse_key;
-use crate::{Context as _, ServiceIndex, WireError, packed, v1};
+use crate::{ServiceIndex, WireError, WireErrorContext as _, packed, v1};
 
 /// Maximum number of cores in a bin, more than any rack has. With it, and no load above 16 (`MAX_LOAD` of the model),
 /// sums over a thousand racks stay below 2^64, and can be subtracted again.
-const MAX_CORES_OF_BIN: u64 = 1 << 18;
+const MAX_CORES_PER_BIN: u64 = 1 << 18;
 /// Maximum load of a core, in 2^-32 of a core, the unit of sums.
-const MAX_RACK_LOAD: u64 = (MAX_LOAD as u64) << 32;
+const MAX_CORE_LOAD_FIXED_POINT: u64 = (MAX_LOAD as u64) << 32;
 
 /// Maximum size of a message in bytes, half of a controller's limit. One summary is smaller: 200 kB with 2,048 buckets,
 /// 8 candidates each and one RSS key.
@@ -35,7 +35,7 @@ pub struct RackConfiguration {
     /// Minimum interval between an agent's full reports, unless its server drains or something changed.
     pub detail_interval: Duration,
     /// Weight of the newest report in a core's smoothed load.
-    pub alpha: Alpha,
+    pub alpha: SmoothingWeight,
     /// Servers whose agents are connected through the rack.
     pub servers: Vec<RackServer>,
     /// Services that have at least one of these servers.
@@ -50,9 +50,9 @@ pub struct RackServer {
     /// Id of the server.
     pub id: ServerId,
     /// Weight of the server.
-    pub weight: Weight,
+    pub weight: ServerWeight,
     /// Capacity of the server; `None`: the number of its cores.
-    pub capacity: Option<Capacity>,
+    pub capacity: Option<ServerCapacity>,
 }
 
 /// A service in a rack's configuration.
@@ -65,7 +65,7 @@ pub struct RackService {
     /// Number of buckets.
     pub bucket_count: BucketCount,
     /// Whether each datagram to the service is placed on its own.
-    pub places_requests: bool,
+    pub places_each_datagram: bool,
     /// Servers of the rack that belong to the service.
     pub members: Vec<RackMember>,
 }
@@ -83,17 +83,17 @@ pub struct RackMember {
 
 impl From<&RackConfiguration> for v1::RackConfiguration {
     fn from(configuration: &RackConfiguration) -> Self {
-        let server = |server: &RackServer| v1::RackServer {
+        let to_server = |server: &RackServer| v1::RackServer {
             stream: server.stream_number,
             id: server.id.get().into(),
             weight: server.weight.get(),
-            capacity: server.capacity.map_or(0.0, Capacity::get),
+            capacity: server.capacity.map_or(0.0, ServerCapacity::get),
         };
-        let service = |service: &RackService| v1::RackService {
+        let to_service = |service: &RackService| v1::RackService {
             index: service.index.get().into(),
             policy: service.policy.clone(),
             bucket_count: service.bucket_count.get(),
-            places_requests: service.places_requests,
+            places_requests: service.places_each_datagram,
             server_id: service.members.iter().map(|member| member.id.get().into()).collect(),
             eligible: service.members.iter().map(|member| member.is_eligible).collect(),
             has_full_share: service.members.iter().map(|member| member.has_full_share).collect(),
@@ -102,8 +102,8 @@ impl From<&RackConfiguration> for v1::RackConfiguration {
             report_interval_ms: configuration.report_interval.as_millis() as u32,
             detail_interval_ms: configuration.detail_interval.as_millis() as u32,
             alpha: configuration.alpha.get(),
-            servers: configuration.servers.iter().map(server).collect(),
-            services: configuration.services.iter().map(service).collect(),
+            servers: configuration.servers.iter().map(to_server).collect(),
+            services: configuration.services.iter().map(to_service).collect(),
         }
     }
 }
@@ -118,7 +118,7 @@ impl TryFrom<&v1::RackConfiguration> for RackConfiguration {
         Ok(Self {
             report_interval: Duration::from_millis(message.report_interval_ms.into()),
             detail_interval: Duration::from_millis(message.detail_interval_ms.into()),
-            alpha: Alpha::new(message.alpha).map_err(|error| WireError::new("alpha", error))?,
+            alpha: SmoothingWeight::new(message.alpha).map_err(|error| WireError::new("alpha", error))?,
             servers: message.servers.iter().map(parse_server).collect::<Result<_, _>>().within("servers")?,
             services: message.services.iter().map(parse_service).collect::<Result<_, _>>().within("services")?,
         })
@@ -126,39 +126,39 @@ impl TryFrom<&v1::RackConfiguration> for RackConfiguration {
 }
 
 /// Packs the summaries of a rack into as many messages as needed, but at least one, as a sign of life.
-pub fn rack_messages(agents: Vec<v1::FromAgent>, summaries: Vec<v1::RackSummary>) -> Vec<v1::RackMessage> {
-    let mut packed = PackedMessages { bytes: 0, messages: vec![v1::RackMessage::default()] };
+pub fn pack_rack_messages(agents: Vec<v1::FromAgent>, summaries: Vec<v1::RackSummary>) -> Vec<v1::RackMessage> {
+    let mut packed_messages = PackedMessages { last_message_bytes: 0, messages: vec![v1::RackMessage::default()] };
     for agent in agents {
-        packed.with_room_for(agent.encoded_len()).agents.push(agent);
+        packed_messages.message_with_room(agent.encoded_len()).agents.push(agent);
     }
     for summary in summaries {
-        packed.with_room_for(summary.encoded_len()).summaries.push(summary);
+        packed_messages.message_with_room(summary.encoded_len()).summaries.push(summary);
     }
-    packed.messages
+    packed_messages.messages
 }
 
 struct PackedMessages {
-    bytes: usize,
+    last_message_bytes: usize,
     messages: Vec<v1::RackMessage>,
 }
 
 impl PackedMessages {
-    fn with_room_for(&mut self, bytes: usize) -> &mut v1::RackMessage {
-        if self.bytes > 0 && self.bytes + bytes > MAX_MESSAGE_BYTES {
+    fn message_with_room(&mut self, bytes: usize) -> &mut v1::RackMessage {
+        if self.last_message_bytes > 0 && self.last_message_bytes + bytes > MAX_MESSAGE_BYTES {
             self.messages.push(v1::RackMessage::default());
-            self.bytes = 0;
+            self.last_message_bytes = 0;
         }
-        self.bytes += bytes;
+        self.last_message_bytes += bytes;
         self.messages.last_mut().expect("there is at least one")
     }
 }
 
-fn parse_weight(weight: u32) -> Result<Weight, WireError> {
-    Weight::new(weight.into()).map_err(|error| WireError::new("weight", error))
+fn parse_weight(weight: u32) -> Result<ServerWeight, WireError> {
+    ServerWeight::new(weight.into()).map_err(|error| WireError::new("weight", error))
 }
 
 fn parse_server(message: &v1::RackServer) -> Result<RackServer, WireError> {
-    let capacity = (message.capacity != 0.0).then(|| Capacity::new(message.capacity)).transpose();
+    let capacity = (message.capacity != 0.0).then(|| ServerCapacity::new(message.capacity)).transpose();
     Ok(RackServer {
         stream_number: message.stream,
         id: parse_server_id("id", message.id)?,
@@ -168,10 +168,10 @@ fn parse_server(message: &v1::RackServer) -> Result<RackServer, WireError> {
 }
 
 fn parse_service(message: &v1::RackService) -> Result<RackService, WireError> {
-    let count = message.server_id.len();
-    check_length("eligible", message.eligible.len(), count)?;
-    check_length("has_full_share", message.has_full_share.len(), count)?;
-    let member = |position: usize| {
+    let server_count = message.server_id.len();
+    check_length("eligible", message.eligible.len(), server_count)?;
+    check_length("has_full_share", message.has_full_share.len(), server_count)?;
+    let parse_member = |position: usize| {
         Ok(RackMember {
             id: parse_server_id("server_id", message.server_id[position])?,
             is_eligible: message.eligible[position],
@@ -183,15 +183,15 @@ fn parse_service(message: &v1::RackService) -> Result<RackService, WireError> {
         policy: message.policy.clone(),
         bucket_count: BucketCount::new(message.bucket_count.into())
             .map_err(|error| WireError::new("bucket_count", error))?,
-        places_requests: message.places_requests,
-        members: (0..count).map(member).collect::<Result<_, WireError>>()?,
+        places_each_datagram: message.places_requests,
+        members: (0..server_count).map(parse_member).collect::<Result<_, WireError>>()?,
     })
 }
 
 /// Converts the summary of a service to a message.
 pub fn summary_message(service: ServiceIndex, summary: &RackSummary) -> v1::RackSummary {
     let mut message = v1::RackSummary { service_index: service.get().into(), ..Default::default() };
-    let position =
+    let position_of =
         |id: ServerId| summary.servers.binary_search_by_key(&id, |server| server.id).expect("a server of the summary");
     for server in &summary.servers {
         let id = u32::from(server.id.get());
@@ -202,23 +202,23 @@ pub fn summary_message(service: ServiceIndex, summary: &RackSummary) -> v1::Rack
             message.slow_start.push(v1::CoreLoads { server_id: id, load: cores.to_vec() });
         }
     }
-    let spread = |(class, bins): &(ServerClass, HistogramBins)| v1::LoadSpread {
+    let to_spread = |(class, bins): &(ServerClass, HistogramBins)| v1::LoadSpread {
         weight: class.weight.get(),
         speed: class.speed,
         bin: packed::write(bins.iter().map(|(bin, _)| u64::from(*bin))),
         cores: packed::write(bins.iter().map(|(_, bin)| bin.core_count)),
         sum: packed::write(bins.iter().map(|(_, bin)| bin.sum)),
     };
-    message.spreads = summary.spreads.iter().map(spread).collect();
-    let list = |list: &CandidateList| v1::CandidateList {
+    message.spreads = summary.histograms_by_class.iter().map(to_spread).collect();
+    let to_candidate_list = |list: &CandidateList| v1::CandidateList {
         key: list.key.bytes().to_vec().into(),
         input_transform: list.key.input_transform().number().into(),
-        per_bucket: list.per_bucket as u32,
-        server: packed::write(list.candidates.iter().map(|(core, _)| position(core.server) as u64)),
+        per_bucket: list.candidates_per_bucket as u32,
+        server: packed::write(list.candidates.iter().map(|(core, _)| position_of(core.server) as u64)),
         core: packed::write(list.candidates.iter().map(|(core, _)| u64::from(core.core))),
         load: packed::write_doubles(list.candidates.iter().map(|(_, load)| *load)),
     };
-    message.lists = summary.lists.iter().map(list).collect();
+    message.lists = summary.candidate_lists.iter().map(to_candidate_list).collect();
     message
 }
 
@@ -228,86 +228,86 @@ pub fn parse_summary(message: &v1::RackSummary) -> Result<(ServiceIndex, RackSum
     let mut servers = parse_servers(message)?;
     for loads in &message.slow_start {
         let id = parse_server_id("slow_start.server_id", loads.server_id)?;
-        let unknown = || WireError::new("slow_start.server_id", format!("{id}: expected one of `server_id`"));
-        let position = servers.binary_search_by_key(&id, |server| server.id).map_err(|_| unknown())?;
+        let unknown_server = || WireError::new("slow_start.server_id", format!("{id}: expected one of `server_id`"));
+        let position = servers.binary_search_by_key(&id, |server| server.id).map_err(|_| unknown_server())?;
         loads.load.iter().try_for_each(|load| check_load("slow_start.load", *load))?;
         check_length("slow_start.load", loads.load.len(), message.cores[position] as usize)?;
         servers[position].loads = ServerLoads::Relayed(loads.load.clone().into());
     }
     let spreads: Vec<_> = message.spreads.iter().map(parse_spread).collect::<Result<_, _>>().within("spreads")?;
-    let mut classes = HashSet::new();
-    if !spreads.iter().all(|(class, _)| classes.insert((class.weight.get(), class.speed.to_bits()))) {
+    let mut known_classes = HashSet::new();
+    if !spreads.iter().all(|(class, _)| known_classes.insert((class.weight.get(), class.speed.to_bits()))) {
         return Err(WireError::new("spreads", "two of one weight and speed: expected one"));
     }
-    let ids: Vec<ServerId> = servers.iter().map(|server| server.id).collect();
-    let list = |list: &v1::CandidateList| parse_candidate_list(list, &ids);
-    let lists = message.lists.iter().map(list).collect::<Result<_, _>>().within("lists")?;
-    Ok((service, RackSummary { servers, spreads, lists }))
+    let server_ids: Vec<ServerId> = servers.iter().map(|server| server.id).collect();
+    let parse_list = |list: &v1::CandidateList| parse_candidate_list(list, &server_ids);
+    let lists = message.lists.iter().map(parse_list).collect::<Result<_, _>>().within("lists")?;
+    Ok((service, RackSummary { servers, histograms_by_class: spreads, candidate_lists: lists }))
 }
 
-fn parse_servers(message: &v1::RackSummary) -> Result<Vec<ReducedServer>, WireError> {
-    let count = message.server_id.len();
-    check_length("cores", message.cores.len(), count)?;
-    check_length("load_sum", message.load_sum.len(), count)?;
+fn parse_servers(message: &v1::RackSummary) -> Result<Vec<SummarizedServer>, WireError> {
+    let server_count = message.server_id.len();
+    check_length("cores", message.cores.len(), server_count)?;
+    check_length("load_sum", message.load_sum.len(), server_count)?;
     if !message.server_id.is_sorted_by(|id, next| id < next) {
         return Err(WireError::new("server_id", "not in ascending order"));
     }
-    let parallel = message.server_id.iter().zip(&message.cores).zip(&message.load_sum);
-    let server = |((id, cores), sum): ((&u32, &u32), &f64)| {
+    let zipped = message.server_id.iter().zip(&message.cores).zip(&message.load_sum);
+    let parse_reduced_server = |((id, cores), sum): ((&u32, &u32), &f64)| {
         if !(1..=MAX_CORES as u32).contains(cores) {
             return Err(WireError::new("cores", format!("{cores}: expected 1 to {MAX_CORES}")));
         }
         check_total_load("load_sum", *sum, *cores)?;
         let loads = ServerLoads::Aggregated { sum: *sum, core_count: *cores };
-        Ok(ReducedServer { id: parse_server_id("server_id", *id)?, loads })
+        Ok(SummarizedServer { id: parse_server_id("server_id", *id)?, loads })
     };
-    parallel.map(server).collect()
+    zipped.map(parse_reduced_server).collect()
 }
 
 fn parse_spread(message: &v1::LoadSpread) -> Result<(ServerClass, HistogramBins), WireError> {
-    let count = packed::count(&message.bin);
-    check_length("cores", packed::count(&message.cores), count)?;
-    check_length("sum", packed::count(&message.sum), count)?;
+    let bin_count = packed::count(&message.bin);
+    check_length("cores", packed::count(&message.cores), bin_count)?;
+    check_length("sum", packed::count(&message.sum), bin_count)?;
     if !(message.speed.is_finite() && message.speed > 0.0) {
         return Err(WireError::new("speed", format!("{}: expected a number above 0", message.speed)));
     }
     let class = ServerClass { weight: parse_weight(message.weight)?, speed: message.speed };
-    let mut bins = HistogramBins::with_capacity(count);
-    let numbers = packed::read(&message.bin).zip(packed::read(&message.cores)).zip(packed::read(&message.sum));
-    for ((bin, core_count), sum) in numbers {
+    let mut bins = HistogramBins::with_capacity(bin_count);
+    let bin_fields = packed::read(&message.bin).zip(packed::read(&message.cores)).zip(packed::read(&message.sum));
+    for ((bin, core_count), sum) in bin_fields {
         let (Some(bin), Some(core_count), Some(sum)) = (bin, core_count, sum) else {
             return Err(packed::unreadable_number_error("bin, cores, sum"));
         };
-        let expected = || WireError::new("bin", format!("{bin}: expected 0 to {}", LoadHistogram::BIN_COUNT - 1));
-        let bin = u16::try_from(bin).ok().filter(|bin| *bin < LoadHistogram::BIN_COUNT).ok_or_else(expected)?;
-        let sum_at_most = core_count.saturating_mul(MAX_RACK_LOAD);
-        if core_count > MAX_CORES_OF_BIN || sum > sum_at_most {
+        let out_of_range = || WireError::new("bin", format!("{bin}: expected 0 to {}", LoadHistogram::BIN_COUNT - 1));
+        let bin = u16::try_from(bin).ok().filter(|bin| *bin < LoadHistogram::BIN_COUNT).ok_or_else(out_of_range)?;
+        let max_sum = core_count.saturating_mul(MAX_CORE_LOAD_FIXED_POINT);
+        if core_count > MAX_CORES_PER_BIN || sum > max_sum {
             let problem = format!(
-                "{core_count} cores with a sum of {sum}: expected at most {MAX_CORES_OF_BIN}, and of {sum_at_most}"
+                "{core_count} cores with a sum of {sum}: expected at most {MAX_CORES_PER_BIN}, and of {max_sum}"
             );
             return Err(WireError::new("cores", problem));
         }
         if bins.last().is_some_and(|(last, _)| *last >= bin) {
             return Err(WireError::new("bin", "not in ascending order"));
         }
-        bins.push((bin, Bin { core_count, sum }));
+        bins.push((bin, LoadBin { core_count, sum }));
     }
     Ok((class, bins))
 }
 
 /// Parses a candidate list. This is the hot path: each message has thousands of candidates. `ids`: ids of its servers.
 fn parse_candidate_list(message: &v1::CandidateList, ids: &[ServerId]) -> Result<CandidateList, WireError> {
-    let count = packed::count(&message.server);
-    check_length("core", packed::count(&message.core), count)?;
-    check_length("load", packed::count_doubles("load", &message.load)?, count)?;
+    let candidate_count = packed::count(&message.server);
+    check_length("core", packed::count(&message.core), candidate_count)?;
+    check_length("load", packed::count_doubles("load", &message.load)?, candidate_count)?;
     if !(1..=u32::from(MAX_CANDIDATES)).contains(&message.per_bucket) {
         let problem = format!("{}: expected 1 to {MAX_CANDIDATES}", message.per_bucket);
         return Err(WireError::new("per_bucket", problem));
     }
-    let cores = packed::read(&message.server).zip(packed::read(&message.core));
+    let server_cores = packed::read(&message.server).zip(packed::read(&message.core));
     packed::read_doubles(&message.load).try_for_each(|load| check_load("load", load))?;
-    let mut candidates = Vec::with_capacity(count);
-    for ((server, core), load) in cores.zip(packed::read_doubles(&message.load)) {
+    let mut candidates = Vec::with_capacity(candidate_count);
+    for ((server, core), load) in server_cores.zip(packed::read_doubles(&message.load)) {
         let (Some(server), Some(core)) = (server, core) else {
             return Err(packed::unreadable_number_error("server, core"));
         };
@@ -320,7 +320,7 @@ fn parse_candidate_list(message: &v1::CandidateList, ids: &[ServerId]) -> Result
         candidates.push((ServerCore { server: *id, core }, load));
     }
     let key = parse_key(&message.key, message.input_transform)?;
-    Ok(CandidateList { key, per_bucket: message.per_bucket as usize, candidates })
+    Ok(CandidateList { key, candidates_per_bucket: message.per_bucket as usize, candidates })
 }
 
 fn check_load(field: &str, load: f64) -> Result<(), WireError> {
@@ -328,12 +328,12 @@ fn check_load(field: &str, load: f64) -> Result<(), WireError> {
 }
 
 fn check_total_load(field: &str, load: f64, cores: u32) -> Result<(), WireError> {
-    let most = MAX_LOAD * f64::from(cores);
+    let max_load = MAX_LOAD * f64::from(cores);
     // Smoothing may round a load up.
-    if (0.0..=most * 1.000_001).contains(&load) {
+    if (0.0..=max_load * 1.000_001).contains(&load) {
         return Ok(());
     }
-    Err(WireError::new(field, format!("{load}: expected a number from 0 to {most}")))
+    Err(WireError::new(field, format!("{load}: expected a number from 0 to {max_load}")))
 }
 
 fn check_length(field: &str, length: usize, expected: usize) -> Result<(), WireError> {
@@ -353,7 +353,7 @@ mod tests {
 
     use super::*;
 
-    fn summary() -> RackSummary {
+    fn sample_summary() -> RackSummary {
         let server = |n: u64| PoolServer {
             loads: Some(vec![n as f64 / 10.0; 4].into()),
             rss: Some(RssConfig {
@@ -370,17 +370,17 @@ mod tests {
     #[test]
     fn summaries_round_trip() {
         let service = ServiceIndex::new(3).unwrap();
-        let summary = summary();
-        assert_eq!(summary.lists[0].per_bucket, 4);
+        let summary = sample_summary();
+        assert_eq!(summary.candidate_lists[0].candidates_per_bucket, 4);
         assert_eq!(parse_summary(&summary_message(service, &summary)), Ok((service, summary)));
     }
 
     #[test]
     fn large_summary_is_split_into_messages() {
-        let message = summary_message(ServiceIndex::new(3).unwrap(), &summary());
+        let message = summary_message(ServiceIndex::new(3).unwrap(), &sample_summary());
         let (bytes, count) = (message.encoded_len(), 3 * MAX_MESSAGE_BYTES / message.encoded_len());
         let agent = v1::FromAgent { stream: 7, message: None };
-        let messages = rack_messages(vec![agent.clone()], vec![message.clone(); count]);
+        let messages = pack_rack_messages(vec![agent.clone()], vec![message.clone(); count]);
         assert!((3..=4).contains(&messages.len()), "{} of {bytes} bytes in {}", count, messages.len());
         assert!(messages.iter().all(|message| message.encoded_len() < 2 * MAX_MESSAGE_BYTES));
         assert_eq!(messages[0].agents, [agent]);
@@ -388,10 +388,10 @@ mod tests {
             messages.into_iter().flat_map(|message| message.summaries).collect::<Vec<_>>(),
             vec![message; count]
         );
-        assert_eq!(rack_messages(vec![], vec![]), [v1::RackMessage::default()]);
+        assert_eq!(pack_rack_messages(vec![], vec![]), [v1::RackMessage::default()]);
     }
 
-    fn change(numbers: &mut Bytes, position: usize, number: u64) {
+    fn change_number(numbers: &mut Bytes, position: usize, number: u64) {
         let mut all: Vec<u64> = packed::read(numbers).map(Option::unwrap).collect();
         all[position] = number;
         *numbers = packed::write(all.into_iter());
@@ -400,7 +400,7 @@ mod tests {
     #[test]
     fn invalid_summaries_are_rejected() {
         let error = |change: fn(&mut v1::RackSummary)| {
-            let mut message = summary_message(ServiceIndex::new(0).unwrap(), &summary());
+            let mut message = summary_message(ServiceIndex::new(0).unwrap(), &sample_summary());
             change(&mut message);
             parse_summary(&message).unwrap_err().to_string()
         };
@@ -410,7 +410,10 @@ mod tests {
         assert_eq!(error(|m| m.cores[0] = 4097), "cores: 4097: expected 1 to 4096");
         assert_eq!(error(|m| m.slow_start[0].server_id = 7), "slow_start.server_id: 7: expected one of `server_id`");
         assert_eq!(error(|m| m.slow_start[0].load.truncate(3)), "slow_start.load: 3 entries: expected 4");
-        assert_eq!(error(|m| change(&mut m.lists[0].server, 9, 5)), "lists.server: 5: expected a position below 5");
+        assert_eq!(
+            error(|m| change_number(&mut m.lists[0].server, 9, 5)),
+            "lists.server: 5: expected a position below 5"
+        );
         assert_eq!(error(|m| m.lists[0].load.truncate(9)), "lists.load: 9 bytes: expected 8 for each number");
         assert_eq!(error(|m| m.lists[0].core.truncate(4)), "lists.core: 4 entries: expected 512");
         assert_eq!(
@@ -418,18 +421,19 @@ mod tests {
             "lists.load: NaN: expected a number from 0 to 16"
         );
         assert_eq!(error(|m| m.lists[0].per_bucket = 9), "lists.per_bucket: 9: expected 1 to 8");
-        assert_eq!(error(|m| change(&mut m.spreads[0].bin, 0, 5_000)), "spreads.bin: 5000: expected 0 to 2049");
-        assert_eq!(error(|m| change(&mut m.spreads[0].bin, 1, 0)), "spreads.bin: not in ascending order");
+        assert_eq!(error(|m| change_number(&mut m.spreads[0].bin, 0, 5_000)), "spreads.bin: 5000: expected 0 to 2049");
+        assert_eq!(error(|m| change_number(&mut m.spreads[0].bin, 1, 0)), "spreads.bin: not in ascending order");
         assert_eq!(
             error(|m| m.spreads.push(m.spreads[0].clone())),
             "spreads: two of one weight and speed: expected one"
         );
         assert_eq!(
-            error(|m| change(&mut m.spreads[0].sum, 0, u64::MAX)).split(": expected").next(),
+            error(|m| change_number(&mut m.spreads[0].sum, 0, u64::MAX)).split(": expected").next(),
             Some("spreads.cores: 4 cores with a sum of 18446744073709551615")
         );
         assert!(
-            error(|m| change(&mut m.spreads[0].cores, 0, 1 << 40)).starts_with("spreads.cores: 1099511627776 cores")
+            error(|m| change_number(&mut m.spreads[0].cores, 0, 1 << 40))
+                .starts_with("spreads.cores: 1099511627776 cores")
         );
         assert_eq!(error(|m| m.spreads[0].speed = 0.0), "spreads.speed: 0: expected a number above 0");
     }
@@ -441,18 +445,18 @@ mod tests {
         let configuration = RackConfiguration {
             report_interval: Duration::from_millis(100),
             detail_interval: Duration::from_secs(2),
-            alpha: Alpha::PUBLISHED,
+            alpha: SmoothingWeight::PUBLISHED,
             servers: vec![RackServer {
                 stream_number: 4,
                 id: 9u64.try_into().unwrap(),
-                weight: Weight::new(3).unwrap(),
-                capacity: Some(Capacity::new(2.5).unwrap()),
+                weight: ServerWeight::new(3).unwrap(),
+                capacity: Some(ServerCapacity::new(2.5).unwrap()),
             }],
             services: vec![RackService {
                 index: ServiceIndex::new(1).unwrap(),
                 policy: "crossrss".to_owned(),
                 bucket_count: BucketCount::PUBLISHED,
-                places_requests: false,
+                places_each_datagram: false,
                 members: vec![member(9, true), member(11, false)],
             }],
         };

@@ -15,8 +15,8 @@ impl v1::LoadBalancerState {
     /// Returns the number of warnings in `coreward status`: faults of the machine, and rejected updates. Rejections
     /// with the same reason count once.
     pub fn warning_count(&self) -> usize {
-        let refusals: BTreeSet<_> =
+        let distinct_refusals: BTreeSet<_> =
             self.refused.iter().map(|refused| (refused.table, refused.generation, refused.short_reason())).collect();
-        self.warnings.len() + refusals.len()
+        self.warnings.len() + distinct_refusals.len()
     }
 }

@@ -9,7 +9,7 @@ use coreward_model::load::CoreReadings;
 use prost::Message as _;
 
 use crate::sanitize::{retain_known_counters, sanitize, sanitize_dispatched, sanitize_refused};
-use crate::{Context as _, ReportedRss, WireError, v1};
+use crate::{ReportedRss, WireError, WireErrorContext as _, v1};
 
 /// Report of an agent. Counters are totals, not differences.
 #[derive(Debug, Clone, PartialEq)]
@@ -179,7 +179,7 @@ impl TryFrom<v1::Report> for Report {
 }
 
 /// Removes display lists, such as tables of 4,096 workers, from a report that is too large.
-pub fn limit_report_size(mut report: v1::Report) -> v1::Report {
+pub fn reduce_oversized_report(mut report: v1::Report) -> v1::Report {
     // Room for the other parts of the message, and for the warning.
     const ENVELOPE_BYTES: usize = 256;
     if report.encoded_len() > MAX_AGENT_MESSAGE_BYTES - ENVELOPE_BYTES {
@@ -225,11 +225,12 @@ mod tests {
 
     /// Counter names are labels of metrics, so a sender must not invent them.
     #[test]
-    fn invented_counter_names_are_dropped() {
-        let invented = (0..255).map(|n| (format!("mine{n}"), n)).chain([("stamped".to_owned(), 12)]);
+    fn unknown_counter_names_are_dropped() {
+        let unknown_counters = (0..255).map(|n| (format!("mine{n}"), n)).chain([("stamped".to_owned(), 12)]);
         let dispatch = |listen: &str| v1::DispatchedService { listen: listen.into(), ..Default::default() };
         let dispatch = vec![dispatch("mine"), dispatch("192.0.2.1:53")];
-        let report = Report::try_from(v1::Report { counters: invented.collect(), dispatch, ..message() }).unwrap();
+        let report =
+            Report::try_from(v1::Report { counters: unknown_counters.collect(), dispatch, ..sample_report() }).unwrap();
         let details = report.details.unwrap();
         assert_eq!(details.counters, [("stamped".to_owned(), 12)]);
         assert_eq!(details.dispatch.len(), 1);
@@ -237,13 +238,14 @@ mod tests {
 
     #[test]
     fn counters_of_all_agent_programs_are_known() {
-        let names = [&intf::SERVER_COUNTER_NAMES[..], &intf::STEER_COUNTER_NAMES, &intf::DECAP_COUNTER_NAMES].concat();
-        let counters = names.iter().map(|name| ((*name).to_owned(), 1)).collect();
-        let report = Report::try_from(v1::Report { counters, ..message() }).unwrap();
-        assert_eq!(report.details.unwrap().counters.len(), names.len());
+        let counter_names =
+            [&intf::SERVER_COUNTER_NAMES[..], &intf::STEER_COUNTER_NAMES, &intf::DECAP_COUNTER_NAMES].concat();
+        let counters = counter_names.iter().map(|name| ((*name).to_owned(), 1)).collect();
+        let report = Report::try_from(v1::Report { counters, ..sample_report() }).unwrap();
+        assert_eq!(report.details.unwrap().counters.len(), counter_names.len());
     }
 
-    fn message() -> v1::Report {
+    fn sample_report() -> v1::Report {
         v1::Report {
             sequence: 7,
             sent_unix_ns: 1_700_000_000_000_000_001,
@@ -276,23 +278,26 @@ mod tests {
 
     #[test]
     fn reports_round_trip() {
-        let older = v1::Report { connections: None, ..message() };
-        assert_eq!(v1::Report::from(Report::try_from(older.clone()).unwrap()), older);
-        let short = v1::Report {
+        let report_without_connections = v1::Report { connections: None, ..sample_report() };
+        assert_eq!(
+            v1::Report::from(Report::try_from(report_without_connections.clone()).unwrap()),
+            report_without_connections
+        );
+        let report_without_details = v1::Report {
             counters: [].into(),
             warnings: Vec::new(),
             dispatch: Vec::new(),
             without_details: true,
-            ..older
+            ..report_without_connections
         };
-        assert_eq!(v1::Report::from(Report::try_from(short.clone()).unwrap()), short);
-        let report = Report::try_from(message()).unwrap();
-        assert_eq!(v1::Report::from(report), message());
+        assert_eq!(v1::Report::from(Report::try_from(report_without_details.clone()).unwrap()), report_without_details);
+        let report = Report::try_from(sample_report()).unwrap();
+        assert_eq!(v1::Report::from(report), sample_report());
     }
 
     #[test]
-    fn oversized_report_loses_descriptions_first() {
-        assert_eq!(limit_report_size(message()), message());
+    fn oversized_report_is_sent_without_dispatch_and_connections() {
+        assert_eq!(reduce_oversized_report(sample_report()), sample_report());
         let worker = v1::DispatchedWorker {
             worker: u32::MAX,
             pid: u32::MAX,
@@ -305,38 +310,39 @@ mod tests {
         };
         let service = v1::DispatchedService { workers: vec![worker; MAX_WORKERS], ..Default::default() };
         let warnings = vec!["w".repeat(512); MAX_WARNINGS];
-        let busy = vec![u64::MAX; MAX_CORES];
-        let report = v1::Report { dispatch: vec![service], warnings, core_busy_ns: busy.clone(), ..message() };
+        let busy_ns = vec![u64::MAX; MAX_CORES];
+        let report = v1::Report { dispatch: vec![service], warnings, core_busy_ns: busy_ns.clone(), ..sample_report() };
         assert!(report.encoded_len() > MAX_AGENT_MESSAGE_BYTES);
-        let report = limit_report_size(report);
+        let report = reduce_oversized_report(report);
         assert!(report.encoded_len() < MAX_AGENT_MESSAGE_BYTES - 100, "{}", report.encoded_len());
-        assert_eq!((report.core_busy_ns, report.warnings.len()), (busy, MAX_WARNINGS));
+        assert_eq!((report.core_busy_ns, report.warnings.len()), (busy_ns, MAX_WARNINGS));
     }
 
     #[test]
     fn invalid_report_is_rejected_with_its_field() {
-        let mut bad = message();
-        bad.rss.as_mut().unwrap().indirection_table.push(0);
-        let error = Report::try_from(bad).unwrap_err();
+        let mut invalid_message = sample_report();
+        invalid_message.rss.as_mut().unwrap().indirection_table.push(0);
+        let error = Report::try_from(invalid_message).unwrap_err();
         assert_eq!(
             error.to_string(),
             "rss.indirection_table: an indirection table of 3 entries: expected a power of two from 1 to 2048"
         );
-        let error = Report::try_from(v1::Report { time_to_live_ms: 0, ..message() }).unwrap_err();
+        let error = Report::try_from(v1::Report { time_to_live_ms: 0, ..sample_report() }).unwrap_err();
         assert_eq!(error.to_string(), "time_to_live_ms: 0: expected 1 to 180000");
-        let error = Report::try_from(v1::Report { time_to_live_ms: 180_001, ..message() }).unwrap_err();
+        let error = Report::try_from(v1::Report { time_to_live_ms: 180_001, ..sample_report() }).unwrap_err();
         assert_eq!(error, ReportError::TimeToLive(180_001));
-        let error = Report::try_from(v1::Report { core_busy_ns: vec![0; 4097], ..message() }).unwrap_err();
+        let error = Report::try_from(v1::Report { core_busy_ns: vec![0; 4097], ..sample_report() }).unwrap_err();
         assert_eq!(error.to_string(), "core_busy_ns: 4097: expected at most 4096");
-        let report = Report::try_from(v1::Report { warnings: vec!["\u{1b}[2Jgone".into()], ..message() }).unwrap();
+        let report =
+            Report::try_from(v1::Report { warnings: vec!["\u{1b}[2Jgone".into()], ..sample_report() }).unwrap();
         assert_eq!(report.details.unwrap().warnings, ["\u{fffd}[2Jgone"]);
-        let many = v1::DispatchedService { workers: vec![Default::default(); 2049], ..Default::default() };
-        let dispatch = vec![many.clone(), many];
-        let error = Report::try_from(v1::Report { dispatch, ..message() }).unwrap_err();
+        let large_service = v1::DispatchedService { workers: vec![Default::default(); 2049], ..Default::default() };
+        let dispatch = vec![large_service.clone(), large_service];
+        let error = Report::try_from(v1::Report { dispatch, ..sample_report() }).unwrap_err();
         assert_eq!(error.to_string(), "dispatch.workers: 4098: expected at most 4096");
         let policy = "\u{1b}[2J".into();
         let dispatch = vec![v1::DispatchedService { listen: "0.0.0.0:53".into(), policy, ..Default::default() }];
-        let report = Report::try_from(v1::Report { dispatch, ..message() }).unwrap();
+        let report = Report::try_from(v1::Report { dispatch, ..sample_report() }).unwrap();
         assert_eq!(report.details.unwrap().dispatch[0].policy, "\u{fffd}[2J");
     }
 }

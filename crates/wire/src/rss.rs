@@ -47,23 +47,24 @@ impl TryFrom<&v1::Rss> for ReportedRss {
 /// Parses an RSS key and the transform of its input. Fails on a wrong length or an unknown transform.
 pub(crate) fn parse_key(bytes: &[u8], input_transform: u32) -> Result<RssKey, WireError> {
     let key = RssKey::new(bytes).map_err(|error| WireError::new("key", error))?;
-    let input = InputTransform::try_from(input_transform).map_err(|error| WireError::new("input_transform", error))?;
-    Ok(key.with_input(input))
+    let transform =
+        InputTransform::try_from(input_transform).map_err(|error| WireError::new("input_transform", error))?;
+    Ok(key.with_input_transform(transform))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn message(key: usize, entries: usize) -> v1::Rss {
+    fn rss_message(key: usize, entries: usize) -> v1::Rss {
         let indirection_table = (0..entries as u32).collect();
         v1::Rss { source: "ethtool".into(), key: vec![7; key], indirection_table, input_transform: 0 }
     }
 
     #[test]
     fn known_and_unknown_rss_round_trip() {
-        let symmetric = v1::Rss { input_transform: 2, ..message(40, 128) };
-        for message in [message(40, 128), message(52, 2048), message(0, 0), symmetric] {
+        let symmetric_message = v1::Rss { input_transform: 2, ..rss_message(40, 128) };
+        for message in [rss_message(40, 128), rss_message(52, 2048), rss_message(0, 0), symmetric_message] {
             assert_eq!(v1::Rss::from(&ReportedRss::try_from(&message).unwrap()), message);
         }
     }
@@ -72,13 +73,13 @@ mod tests {
     fn malformed_rss_is_rejected() {
         let error = |message| ReportedRss::try_from(&message).unwrap_err().to_string();
         assert_eq!(
-            error(message(40, 100)),
+            error(rss_message(40, 100)),
             "indirection_table: an indirection table of 100 entries: expected a power of two from 1 to 2048"
         );
-        assert_eq!(error(message(39, 128)), "key: an RSS key of 39 bytes: expected 40 to 52");
-        assert_eq!(error(message(0, 128)), "key: an RSS key of 0 bytes: expected 40 to 52");
+        assert_eq!(error(rss_message(39, 128)), "key: an RSS key of 39 bytes: expected 40 to 52");
+        assert_eq!(error(rss_message(0, 128)), "key: an RSS key of 0 bytes: expected 40 to 52");
         assert_eq!(
-            error(v1::Rss { input_transform: 3, ..message(40, 128) }),
+            error(v1::Rss { input_transform: 3, ..rss_message(40, 128) }),
             "input_transform: input transform 3 of RSS: expected 0 (none), 1 (symmetric-xor) or 2 (symmetric-or-xor)"
         );
     }

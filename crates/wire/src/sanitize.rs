@@ -7,7 +7,7 @@ use coreward_intf as intf;
 
 use crate::v1;
 
-const MAX_CHARACTERS: usize = 512;
+const MAX_TEXT_CHARS: usize = 512;
 /// Maximum number of counters of one kind, and of services: the number of service indexes.
 const MAX_COUNTS: usize = 1024;
 /// Maximum number of servers: the number of server ids.
@@ -15,16 +15,16 @@ const MAX_SERVERS: usize = 16_384;
 
 /// Returns the text in displayable form: without control characters, and cut to 512 characters.
 pub fn sanitize_str(text: &str) -> String {
-    text.chars().take(MAX_CHARACTERS).map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
+    text.chars().take(MAX_TEXT_CHARS).map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
 /// Returns the text in displayable form like [`sanitize_str`], without a copy if nothing changes.
 pub fn sanitize(text: String) -> String {
-    let is_readable = text.len() <= MAX_CHARACTERS && !text.chars().any(char::is_control);
+    let is_readable = text.len() <= MAX_TEXT_CHARS && !text.chars().any(char::is_control);
     if is_readable { text } else { sanitize_str(&text) }
 }
 
-fn sanitize_all(texts: Vec<String>) -> Vec<String> {
+fn sanitize_texts(texts: Vec<String>) -> Vec<String> {
     texts.into_iter().take(MAX_SERVERS).map(sanitize).collect()
 }
 
@@ -51,35 +51,36 @@ pub fn sanitize_dispatched(service: v1::DispatchedService) -> v1::DispatchedServ
 
 /// Sanitizes rejected updates.
 pub fn sanitize_refused(refused: Vec<v1::RefusedUpdate>) -> Vec<v1::RefusedUpdate> {
-    let sanitized = |refused: v1::RefusedUpdate| v1::RefusedUpdate {
+    let sanitize_update = |refused: v1::RefusedUpdate| v1::RefusedUpdate {
         service: sanitize(refused.service),
         reason: sanitize(refused.reason),
         ..refused
     };
-    refused.into_iter().take(MAX_COUNTS).map(sanitized).collect()
+    refused.into_iter().take(MAX_COUNTS).map(sanitize_update).collect()
 }
 
 /// Sanitizes a load balancer's state.
 pub fn sanitize_state(state: v1::LoadBalancerState) -> v1::LoadBalancerState {
-    let clock = |clock: v1::ServerClock| v1::ServerClock {
+    let sanitize_clock = |clock: v1::ServerClock| v1::ServerClock {
         service: sanitize(clock.service),
         server: sanitize(clock.server),
         state: sanitize(clock.state),
         problem: sanitize(clock.problem),
         ..clock
     };
-    let stamped = |stamped: v1::StampedPackets| v1::StampedPackets { service: sanitize(stamped.service), ..stamped };
+    let sanitize_packets =
+        |stamped: v1::StampedPackets| v1::StampedPackets { service: sanitize(stamped.service), ..stamped };
     v1::LoadBalancerState {
         table_generations: sanitize_counts(state.table_generations),
-        unresolved_servers: sanitize_all(state.unresolved_servers),
+        unresolved_servers: sanitize_texts(state.unresolved_servers),
         counters: retain_known_counters(state.counters, &[&intf::LB_COUNTER_NAMES]),
         xdp_mode: sanitize(state.xdp_mode),
         events: retain_known_counters(state.events, &[&intf::LB_EVENT_NAMES]),
-        unresolved_load_balancers: sanitize_all(state.unresolved_load_balancers),
-        server_clocks: state.server_clocks.into_iter().take(MAX_SERVERS).map(clock).collect(),
-        warnings: sanitize_all(state.warnings),
+        unresolved_load_balancers: sanitize_texts(state.unresolved_load_balancers),
+        server_clocks: state.server_clocks.into_iter().take(MAX_SERVERS).map(sanitize_clock).collect(),
+        warnings: sanitize_texts(state.warnings),
         refused: sanitize_refused(state.refused),
-        stamped_services: state.stamped_services.into_iter().take(MAX_COUNTS).map(stamped).collect(),
+        stamped_services: state.stamped_services.into_iter().take(MAX_COUNTS).map(sanitize_packets).collect(),
         ..state
     }
 }
@@ -90,24 +91,24 @@ mod tests {
 
     #[test]
     fn control_characters_are_removed() {
-        let escape = || "\u{1b}[2Jgone".to_owned();
+        let escape_sequence = || "\u{1b}[2Jgone".to_owned();
         assert_eq!(sanitize("s1".into()), "s1");
-        assert_eq!(sanitize(escape()), "\u{fffd}[2Jgone");
-        assert_eq!(sanitize("ä".repeat(600)).chars().count(), MAX_CHARACTERS);
+        assert_eq!(sanitize(escape_sequence()), "\u{fffd}[2Jgone");
+        assert_eq!(sanitize("ä".repeat(600)).chars().count(), MAX_TEXT_CHARS);
         let state = sanitize_state(v1::LoadBalancerState {
-            xdp_mode: escape(),
+            xdp_mode: escape_sequence(),
             counters: (0..5000).map(|n| (format!("\n{n}"), n)).chain([("new_connection".to_owned(), 1)]).collect(),
             table_generations: (0..5000).map(|n| (format!("\n{n}"), n)).collect(),
-            unresolved_servers: vec![escape()],
-            server_clocks: vec![v1::ServerClock { problem: escape(), ..Default::default() }],
-            stamped_services: vec![v1::StampedPackets { service: escape(), ..Default::default() }],
+            unresolved_servers: vec![escape_sequence()],
+            server_clocks: vec![v1::ServerClock { problem: escape_sequence(), ..Default::default() }],
+            stamped_services: vec![v1::StampedPackets { service: escape_sequence(), ..Default::default() }],
             connections: 7,
             ..Default::default()
         });
         // Names of counters are labels of metrics.
         assert_eq!((state.counters.len(), state.table_generations.len(), state.connections), (1, MAX_COUNTS, 7));
         let service = &state.stamped_services[0].service;
-        let shown = [&state.xdp_mode, &state.unresolved_servers[0], &state.server_clocks[0].problem, service];
-        assert!(shown.into_iter().chain(state.counters.keys()).all(|text| !text.contains(char::is_control)));
+        let displayed_texts = [&state.xdp_mode, &state.unresolved_servers[0], &state.server_clocks[0].problem, service];
+        assert!(displayed_texts.into_iter().chain(state.counters.keys()).all(|text| !text.contains(char::is_control)));
     }
 }

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use coreward_model::{ServerId, ServiceAddress};
 
 use crate::address::{address_bytes, parse_address, parse_port, parse_server_id};
-use crate::{Context as _, WireError, v1};
+use crate::{WireError, WireErrorContext as _, v1};
 
 /// Maximum number of connections in a query.
 pub const MAX_CLIENTS_PER_QUERY: usize = 256;
@@ -34,38 +34,38 @@ pub struct SocketAnswer {
     pub load_balancer_session: u64,
     /// Whether a socket exists, for each client of the query; at most [`MAX_CLIENTS_PER_QUERY`]. Empty: no agent is
     /// connected.
-    pub is_open: Vec<bool>,
+    pub socket_exists: Vec<bool>,
 }
 
 impl SocketQuery {
     /// Returns the answer for a server without a connected agent.
-    pub fn absent_answer(&self) -> SocketAnswer {
+    pub fn answer_without_agent(&self) -> SocketAnswer {
         self.answer(Vec::new())
     }
 
     /// Returns the answer to this query.
     pub fn answer(&self, is_open: Vec<bool>) -> SocketAnswer {
-        SocketAnswer { number: self.number, load_balancer_session: self.load_balancer_session, is_open }
+        SocketAnswer { number: self.number, load_balancer_session: self.load_balancer_session, socket_exists: is_open }
     }
 }
 
 impl SocketAnswer {
     /// Returns whether no agent was connected.
-    pub fn is_absent(&self) -> bool {
-        self.is_open.is_empty()
+    pub fn is_agent_absent(&self) -> bool {
+        self.socket_exists.is_empty()
     }
 }
 
 impl From<&SocketQuery> for v1::SocketQuery {
     fn from(query: &SocketQuery) -> Self {
-        let client =
+        let to_client =
             |client: &SocketAddr| v1::Client { address: address_bytes(client.ip()), port: client.port().into() };
         Self {
             number: query.number,
             load_balancer_session: query.load_balancer_session,
             server_id: query.server.get().into(),
             service: Some(query.service.into()),
-            clients: query.clients.iter().map(client).collect(),
+            clients: query.clients.iter().map(to_client).collect(),
         }
     }
 }
@@ -76,24 +76,24 @@ impl TryFrom<&v1::SocketQuery> for SocketQuery {
     fn try_from(message: &v1::SocketQuery) -> Result<Self, WireError> {
         check_client_count("clients", message.clients.len())?;
         let service = message.service.as_ref().ok_or_else(|| WireError::missing("service"))?;
-        let client = |(position, client): (usize, &v1::Client)| {
+        let parse_client = |(position, client): (usize, &v1::Client)| {
             let ip = parse_address("address", &client.address);
-            let socket = ip.and_then(|ip| Ok(SocketAddr::new(ip, parse_port("port", client.port)?)));
-            socket.within(format!("clients[{position}]"))
+            let client_address = ip.and_then(|ip| Ok(SocketAddr::new(ip, parse_port("port", client.port)?)));
+            client_address.within(format!("clients[{position}]"))
         };
         Ok(Self {
             number: message.number,
             load_balancer_session: message.load_balancer_session,
             server: parse_server_id("server_id", message.server_id)?,
             service: service.try_into().within("service")?,
-            clients: message.clients.iter().enumerate().map(client).collect::<Result<_, _>>()?,
+            clients: message.clients.iter().enumerate().map(parse_client).collect::<Result<_, _>>()?,
         })
     }
 }
 
 impl From<SocketAnswer> for v1::SocketAnswer {
     fn from(answer: SocketAnswer) -> Self {
-        Self { number: answer.number, load_balancer_session: answer.load_balancer_session, open: answer.is_open }
+        Self { number: answer.number, load_balancer_session: answer.load_balancer_session, open: answer.socket_exists }
     }
 }
 
@@ -102,7 +102,11 @@ impl TryFrom<v1::SocketAnswer> for SocketAnswer {
 
     fn try_from(message: v1::SocketAnswer) -> Result<Self, WireError> {
         check_client_count("open", message.open.len())?;
-        Ok(Self { number: message.number, load_balancer_session: message.load_balancer_session, is_open: message.open })
+        Ok(Self {
+            number: message.number,
+            load_balancer_session: message.load_balancer_session,
+            socket_exists: message.open,
+        })
     }
 }
 
@@ -119,7 +123,7 @@ mod tests {
 
     use super::*;
 
-    fn query() -> SocketQuery {
+    fn sample_query() -> SocketQuery {
         SocketQuery {
             number: 5,
             load_balancer_session: 7,
@@ -131,15 +135,15 @@ mod tests {
 
     #[test]
     fn queries_and_answers_round_trip() {
-        assert_eq!(SocketQuery::try_from(&v1::SocketQuery::from(&query())), Ok(query()));
-        let answer = query().answer(vec![true, false]);
+        assert_eq!(SocketQuery::try_from(&v1::SocketQuery::from(&sample_query())), Ok(sample_query()));
+        let answer = sample_query().answer(vec![true, false]);
         assert_eq!(SocketAnswer::try_from(v1::SocketAnswer::from(answer.clone())), Ok(answer));
     }
 
     #[test]
     fn invalid_query_is_rejected_with_its_field() {
         let error = |change: fn(&mut v1::SocketQuery)| {
-            let mut message = v1::SocketQuery::from(&query());
+            let mut message = v1::SocketQuery::from(&sample_query());
             change(&mut message);
             SocketQuery::try_from(&message).unwrap_err().to_string()
         };

@@ -2,7 +2,7 @@
 
 use coreward_intf as intf;
 use coreward_model::ServerId;
-use coreward_model::placement::{BucketCount, Candidate, Member, PlacementRule, PlacementTable, ServerCore};
+use coreward_model::placement::{BucketCount, CandidateCore, PlacementRule, PlacementTable, ServerCore, TableMember};
 use coreward_model::rss::RssKey;
 use prost::Message as _;
 use prost::bytes::Bytes;
@@ -10,21 +10,21 @@ use prost::bytes::Bytes;
 use crate::address::parse_server_id;
 use crate::configuration::ServiceIndex;
 use crate::rss::parse_key;
-use crate::{Context as _, WireError, v1};
+use crate::{WireError, WireErrorContext as _, v1};
 
 /// Returns the encoded message, which the streams of all load balancers share.
 pub fn encode(service: ServiceIndex, table: &PlacementTable) -> Bytes {
-    message(service, table).encode_to_vec().into()
+    to_message(service, table).encode_to_vec().into()
 }
 
 /// Parses a table. Fails if `bytes` are not a table that the data plane could hold.
 pub fn decode(bytes: Bytes) -> Result<(ServiceIndex, PlacementTable), WireError> {
     let message = v1::PlacementTable::decode(bytes).map_err(|error| WireError::new("table", error))?;
-    parse(&message)
+    parse_table(&message)
 }
 
-fn message(service: ServiceIndex, table: &PlacementTable) -> v1::PlacementTable {
-    let of_candidates = |field: fn(&Candidate) -> u32| table.candidates.iter().map(field).collect();
+fn to_message(service: ServiceIndex, table: &PlacementTable) -> v1::PlacementTable {
+    let map_candidates = |field: fn(&CandidateCore) -> u32| table.candidates.iter().map(field).collect();
     v1::PlacementTable {
         service_index: service.get().into(),
         generation: table.generation,
@@ -33,9 +33,9 @@ fn message(service: ServiceIndex, table: &PlacementTable) -> v1::PlacementTable 
         candidates_per_bucket: table.candidates_per_bucket,
         group_keys: table.groups.iter().map(|key| key.bytes().to_vec()).collect(),
         group_inputs: table.groups.iter().map(|key| key.input_transform().number().into()).collect(),
-        candidate_load: of_candidates(|candidate| candidate.load),
-        candidate_server_id: of_candidates(|candidate| candidate.server.get().into()),
-        candidate_core_slot: of_candidates(|candidate| candidate.core_slot.into()),
+        candidate_load: map_candidates(|candidate| candidate.load),
+        candidate_server_id: map_candidates(|candidate| candidate.server.get().into()),
+        candidate_core_slot: map_candidates(|candidate| candidate.core_slot.into()),
         assignment_cost: table.assignment_cost,
         member_server_id: table.members.iter().map(|member| member.server.get().into()).collect(),
         member_load: table.members.iter().map(|member| member.load).collect(),
@@ -55,7 +55,7 @@ fn message(service: ServiceIndex, table: &PlacementTable) -> v1::PlacementTable 
     }
 }
 
-fn parse(message: &v1::PlacementTable) -> Result<(ServiceIndex, PlacementTable), WireError> {
+fn parse_table(message: &v1::PlacementTable) -> Result<(ServiceIndex, PlacementTable), WireError> {
     let service = ServiceIndex::parse("service_index", message.service_index)?;
     let table = PlacementTable {
         generation: message.generation,
@@ -63,7 +63,7 @@ fn parse(message: &v1::PlacementTable) -> Result<(ServiceIndex, PlacementTable),
         bucket_count: BucketCount::new(message.bucket_count.into())
             .map_err(|error| WireError::new("bucket_count", error))?,
         groups: parse_groups(&message.group_keys, &message.group_inputs)?,
-        candidates_per_bucket: check_at_most(
+        candidates_per_bucket: check_maximum(
             "candidates_per_bucket",
             message.candidates_per_bucket,
             intf::MAX_CANDIDATES,
@@ -73,7 +73,7 @@ fn parse(message: &v1::PlacementTable) -> Result<(ServiceIndex, PlacementTable),
         core_slots: parse_core_slots(&message.core_slot)?,
         members: parse_members(message)?,
         consistent_servers: parse_server_ids("consistent_server_id", &message.consistent_server_id)?,
-        previous_consistent_servers: parse_previous(&message.previous_consistent_id)?,
+        previous_consistent_servers: parse_previous_servers(&message.previous_consistent_id)?,
         down_servers: parse_server_ids("down_server_id", &message.down_server_id)?,
         core_slot_ages: message.core_slot_age.clone(),
     };
@@ -86,7 +86,7 @@ fn parse_rule(name: &str) -> Result<PlacementRule, WireError> {
     PlacementRule::from_name(name).ok_or_else(|| WireError::new("rule", expected()))
 }
 
-fn check_at_most(field: &str, value: u32, largest: u32) -> Result<u32, WireError> {
+fn check_maximum(field: &str, value: u32, largest: u32) -> Result<u32, WireError> {
     if value <= largest { Ok(value) } else { Err(WireError::new(field, format!("{value}: expected 0 to {largest}"))) }
 }
 
@@ -121,7 +121,7 @@ fn parse_server_ids(field: &str, ids: &[u32]) -> Result<Vec<ServerId>, WireError
     ids.iter().map(|id| parse_server_id(field, *id)).collect()
 }
 
-fn parse_previous(ids: &[u32]) -> Result<Vec<Option<ServerId>>, WireError> {
+fn parse_previous_servers(ids: &[u32]) -> Result<Vec<Option<ServerId>>, WireError> {
     let parse = |id: &u32| match *id {
         intf::NO_SERVER => Ok(None),
         id => parse_server_id("previous_consistent_id", id).map(Some),
@@ -129,21 +129,21 @@ fn parse_previous(ids: &[u32]) -> Result<Vec<Option<ServerId>>, WireError> {
     ids.iter().map(parse).collect()
 }
 
-fn parse_candidates(message: &v1::PlacementTable) -> Result<Vec<Candidate>, WireError> {
-    let count = message.candidate_load.len();
-    check_max_length("candidate_load", count, intf::MAX_TABLE_CANDIDATES)?;
-    check_length("candidate_server_id", message.candidate_server_id.len(), count)?;
-    check_length("candidate_core_slot", message.candidate_core_slot.len(), count)?;
-    let slots = message.core_slot.len();
-    let parallel = message.candidate_load.iter().zip(&message.candidate_server_id).zip(&message.candidate_core_slot);
-    parallel
+fn parse_candidates(message: &v1::PlacementTable) -> Result<Vec<CandidateCore>, WireError> {
+    let candidate_count = message.candidate_load.len();
+    check_max_length("candidate_load", candidate_count, intf::MAX_TABLE_CANDIDATES)?;
+    check_length("candidate_server_id", message.candidate_server_id.len(), candidate_count)?;
+    check_length("candidate_core_slot", message.candidate_core_slot.len(), candidate_count)?;
+    let slot_count = message.core_slot.len();
+    let zipped = message.candidate_load.iter().zip(&message.candidate_server_id).zip(&message.candidate_core_slot);
+    zipped
         .map(|((load, server), slot)| {
-            if *slot as usize >= slots {
-                let problem = format!("slot {slot}: expected one of the table's {slots} core slots");
+            if *slot as usize >= slot_count {
+                let problem = format!("slot {slot}: expected one of the table's {slot_count} core slots");
                 return Err(WireError::new("candidate_core_slot", problem));
             }
             let server = parse_server_id("candidate_server_id", *server)?;
-            Ok(Candidate { server, load: *load, core_slot: *slot as u16 })
+            Ok(CandidateCore { server, load: *load, core_slot: *slot as u16 })
         })
         .collect()
 }
@@ -156,34 +156,34 @@ fn parse_core_slots(cores: &[u32]) -> Result<Vec<ServerCore>, WireError> {
         .collect()
 }
 
-fn parse_members(message: &v1::PlacementTable) -> Result<Vec<Member>, WireError> {
+fn parse_members(message: &v1::PlacementTable) -> Result<Vec<TableMember>, WireError> {
     check_max_length("member_server_id", message.member_server_id.len(), intf::MAX_MEMBERS)?;
     check_length("member_load", message.member_load.len(), message.member_server_id.len())?;
-    let parallel = message.member_server_id.iter().zip(&message.member_load);
-    parallel
-        .map(|(server, load)| Ok(Member { server: parse_server_id("member_server_id", *server)?, load: *load }))
+    let zipped = message.member_server_id.iter().zip(&message.member_load);
+    zipped
+        .map(|(server, load)| Ok(TableMember { server: parse_server_id("member_server_id", *server)?, load: *load }))
         .collect()
 }
 
 /// Checks that the lists have consistent lengths: every position that the data plane computes exists.
 fn check_lengths(table: &PlacementTable) -> Result<(), WireError> {
-    let buckets = table.bucket_count.get() as usize;
-    let per_bucket = table.candidates_per_bucket as usize;
+    let bucket_count = table.bucket_count.get() as usize;
+    let candidates_per_bucket = table.candidates_per_bucket as usize;
     if !table.core_slot_ages.is_empty() {
         check_length("core_slot_age", table.core_slot_ages.len(), table.core_slots.len())?;
     }
-    check_length("candidate_load", table.candidates.len(), table.groups.len() * buckets * per_bucket)?;
+    check_length("candidate_load", table.candidates.len(), table.groups.len() * bucket_count * candidates_per_bucket)?;
     if table.members.is_empty() {
         return check_length("consistent_server_id", table.consistent_servers.len(), 0);
     }
-    check_length("consistent_server_id", table.consistent_servers.len(), buckets)?;
+    check_length("consistent_server_id", table.consistent_servers.len(), bucket_count)?;
     if !table.previous_consistent_servers.is_empty() {
-        check_length("previous_consistent_id", table.previous_consistent_servers.len(), buckets)?;
+        check_length("previous_consistent_id", table.previous_consistent_servers.len(), bucket_count)?;
     }
     if table.groups.is_empty() {
         return Err(WireError::new("group_keys", "0 entries: expected at least 1, as there are members"));
     }
-    if per_bucket == 0 && matches!(table.rule, PlacementRule::Table | PlacementRule::LeastAssigned) {
+    if candidates_per_bucket == 0 && matches!(table.rule, PlacementRule::Table | PlacementRule::LeastAssigned) {
         let problem = format!("0: expected at least 1 under rule {}", table.rule.name());
         return Err(WireError::new("candidates_per_bucket", problem));
     }
@@ -198,7 +198,7 @@ mod tests {
 
     use super::*;
 
-    fn pool(servers: u64) -> Pool {
+    fn sample_pool(servers: u64) -> Pool {
         let server = |n: u64| PoolServer {
             loads: Some(vec![n as f64 / 10.0; 4].into()),
             rss: Some(RssConfig {
@@ -215,8 +215,9 @@ mod tests {
         #[test]
         fn tables_of_every_policy_round_trip(servers in 0u64..20, bits in 0u32..9, index in 0u32..1024) {
             for name in policy::names() {
-                let buckets = BucketCount::new(1 << bits).unwrap();
-                let mut table = policy::policy_by_name(name, 5).unwrap().compute_table(&pool(servers), buckets, 9);
+                let bucket_count = BucketCount::new(1 << bits).unwrap();
+                let mut table = policy::policy_by_name(name, 5).unwrap()
+                    .compute_table(&sample_pool(servers), bucket_count, 9);
                 table.down_servers = (0..servers % 3).map(|n| (n * 31).try_into().unwrap()).collect();
                 let service = ServiceIndex::new(index).unwrap();
                 prop_assert_eq!(decode(encode(service, &table)), Ok((service, table)));
@@ -226,7 +227,8 @@ mod tests {
 
     #[test]
     fn encoded_table_is_a_protobuf_message() {
-        let table = policy::policy_by_name("crossrss", 5).unwrap().compute_table(&pool(3), BucketCount::PUBLISHED, 9);
+        let table =
+            policy::policy_by_name("crossrss", 5).unwrap().compute_table(&sample_pool(3), BucketCount::PUBLISHED, 9);
         let service = ServiceIndex::new(0).unwrap();
         let decoded = v1::PlacementTable::decode(encode(service, &table)).unwrap();
         assert_eq!((decoded.bucket_count, decoded.member_server_id), (128, vec![0, 31, 62]));
@@ -235,11 +237,14 @@ mod tests {
     #[test]
     fn table_beyond_the_limits_of_the_data_plane_is_rejected() {
         let error = |change: fn(&mut v1::PlacementTable)| {
-            let table =
-                policy::policy_by_name("crossrss", 5).unwrap().compute_table(&pool(3), BucketCount::PUBLISHED, 9);
-            let mut message = message(ServiceIndex::new(0).unwrap(), &table);
+            let table = policy::policy_by_name("crossrss", 5).unwrap().compute_table(
+                &sample_pool(3),
+                BucketCount::PUBLISHED,
+                9,
+            );
+            let mut message = to_message(ServiceIndex::new(0).unwrap(), &table);
             change(&mut message);
-            parse(&message).unwrap_err().to_string()
+            parse_table(&message).unwrap_err().to_string()
         };
         assert_eq!(
             error(|m| m.bucket_count = 100),

@@ -7,7 +7,7 @@ pub use coreward_model::lb::ServerTraffic;
 
 use crate::address::parse_server_id;
 use crate::configuration::ServiceIndex;
-use crate::{Context as _, WireError, v1};
+use crate::{WireError, WireErrorContext as _, v1};
 
 /// Traffic counts in a message of a load balancer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -20,21 +20,21 @@ pub struct TrafficMessage {
 
 impl From<&TrafficMessage> for v1::LoadBalancerTraffic {
     fn from(message: &TrafficMessage) -> Self {
-        let service = |(index, opened): (&ServiceIndex, &u64)| v1::ServiceTraffic {
+        let to_service_traffic = |(index, opened): (&ServiceIndex, &u64)| v1::ServiceTraffic {
             service_index: index.get().into(),
             servers: Vec::new(),
             opened: *opened,
         };
-        let server = |(id, traffic): (&ServerId, &ServerTraffic)| v1::ServerTraffic {
+        let to_server_traffic = |(id, traffic): (&ServerId, &ServerTraffic)| v1::ServerTraffic {
             server_id: id.get().into(),
             opened: traffic.opened,
             closed: traffic.closed,
-            packets: traffic.packets,
+            packets: traffic.packet_count,
             bytes: traffic.bytes,
         };
         Self {
-            services: message.opened_connections.iter().map(service).collect(),
-            servers: message.servers.iter().map(server).collect(),
+            services: message.opened_connections.iter().map(to_service_traffic).collect(),
+            servers: message.servers.iter().map(to_server_traffic).collect(),
         }
     }
 }
@@ -45,28 +45,28 @@ impl TryFrom<&v1::LoadBalancerTraffic> for TrafficMessage {
     fn try_from(message: &v1::LoadBalancerTraffic) -> Result<Self, WireError> {
         let mut parsed = Self::default();
         for (position, service) in message.services.iter().enumerate() {
-            let within = format!("services[{position}]");
-            let index = ServiceIndex::parse("service_index", service.service_index).within(&within)?;
+            let service_path = format!("services[{position}]");
+            let index = ServiceIndex::parse("service_index", service.service_index).within(&service_path)?;
             // A message has the count of the service, or of each of its servers.
-            let of_servers = service.servers.iter().fold(0, |sum: u64, server| sum.saturating_add(server.opened));
-            parsed.opened_connections.insert(index, service.opened.max(of_servers));
-            parsed.add_servers(&service.servers, &within)?;
+            let sum_of_servers = service.servers.iter().fold(0, |sum: u64, server| sum.saturating_add(server.opened));
+            parsed.opened_connections.insert(index, service.opened.max(sum_of_servers));
+            parsed.add_server_traffic(&service.servers, &service_path)?;
         }
-        parsed.add_servers(&message.servers, "servers")?;
+        parsed.add_server_traffic(&message.servers, "servers")?;
         Ok(parsed)
     }
 }
 
 impl TrafficMessage {
-    fn add_servers(&mut self, servers: &[v1::ServerTraffic], within: &str) -> Result<(), WireError> {
+    fn add_server_traffic(&mut self, servers: &[v1::ServerTraffic], within: &str) -> Result<(), WireError> {
         for server in servers {
             let id = parse_server_id("server_id", server.server_id).within(within)?;
-            let total = self.servers.entry(id).or_default();
+            let server_total = self.servers.entry(id).or_default();
             // Saturating, because forged counters may have any value.
-            total.opened = total.opened.saturating_add(server.opened);
-            total.closed = total.closed.saturating_add(server.closed);
-            total.packets = total.packets.saturating_add(server.packets);
-            total.bytes = total.bytes.saturating_add(server.bytes);
+            server_total.opened = server_total.opened.saturating_add(server.opened);
+            server_total.closed = server_total.closed.saturating_add(server.closed);
+            server_total.packet_count = server_total.packet_count.saturating_add(server.packets);
+            server_total.bytes = server_total.bytes.saturating_add(server.bytes);
         }
         Ok(())
     }
@@ -82,29 +82,29 @@ mod tests {
 
     #[test]
     fn connection_counts_round_trip() {
-        let traffic = |opened: u64| ServerTraffic { opened, closed: 1, packets: 2, bytes: 3 };
+        let traffic = |opened: u64| ServerTraffic { opened, closed: 1, packet_count: 2, bytes: 3 };
         let message = TrafficMessage {
             opened_connections: [(ServiceIndex::new(3).unwrap(), 21), (ServiceIndex::FIRST, 12)].into(),
             servers: [(id(7), traffic(22)), (id(8), traffic(11))].into(),
         };
-        let mut sent = v1::LoadBalancerTraffic::from(&message);
-        assert_eq!(TrafficMessage::try_from(&sent), Ok(message));
-        sent.services[1].service_index = 1024;
+        let mut encoded = v1::LoadBalancerTraffic::from(&message);
+        assert_eq!(TrafficMessage::try_from(&encoded), Ok(message));
+        encoded.services[1].service_index = 1024;
         assert_eq!(
-            TrafficMessage::try_from(&sent).unwrap_err().to_string(),
+            TrafficMessage::try_from(&encoded).unwrap_err().to_string(),
             "services[1].service_index: service index 1024: expected 0 to 1023"
         );
     }
 
     /// False counts of a load balancer do not crash the controller.
     #[test]
-    fn invented_counts_saturate() {
-        let most = v1::ServerTraffic { server_id: 7, opened: u64::MAX, packets: u64::MAX, ..Default::default() };
-        let services = vec![v1::ServiceTraffic { service_index: 0, servers: vec![most; 2], opened: 1 }];
-        let message = v1::LoadBalancerTraffic { services, servers: vec![most] };
+    fn forged_counts_saturate() {
+        let max_traffic = v1::ServerTraffic { server_id: 7, opened: u64::MAX, packets: u64::MAX, ..Default::default() };
+        let services = vec![v1::ServiceTraffic { service_index: 0, servers: vec![max_traffic; 2], opened: 1 }];
+        let message = v1::LoadBalancerTraffic { services, servers: vec![max_traffic] };
         let parsed = TrafficMessage::try_from(&message).unwrap();
         assert_eq!(parsed.opened_connections[&ServiceIndex::FIRST], u64::MAX);
-        assert_eq!((parsed.servers[&id(7)].opened, parsed.servers[&id(7)].packets), (u64::MAX, u64::MAX));
+        assert_eq!((parsed.servers[&id(7)].opened, parsed.servers[&id(7)].packet_count), (u64::MAX, u64::MAX));
     }
 
     /// A load balancer of the previous version counts by service and server.

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use crate::cpus::thread_cpu_time;
-use crate::default_args::default_args;
-use crate::namespace::{self, ip};
+use crate::default_args::parse_default_args;
+use crate::namespace::{self, run_ip_command};
 use anyhow::{Context as _, ensure};
 use coreward_agent::agent::Agent;
 use coreward_agent::config::{self, Config, Steer};
@@ -17,7 +17,7 @@ use libbpf_rs::{MapHandle, MapType, libbpf_sys};
 
 use crate::controller;
 use crate::controller_process::{Controller, ScratchDirectory};
-use crate::report::{Goal, Report, Table, goal_cells, summarize};
+use crate::report::{Goal, Report, Table, goal_cells, median_min_max};
 
 /// Options of `coreward-lab bench agent`.
 #[derive(Debug, Clone, clap::Args)]
@@ -38,7 +38,7 @@ pub struct Args {
 
 impl Default for Args {
     fn default() -> Self {
-        default_args()
+        parse_default_args()
     }
 }
 
@@ -49,15 +49,15 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
 }
 
 fn measure(args: &Args) -> anyhow::Result<Report> {
-    namespace::enter_new()?;
-    ip("link set lo up")?;
-    let queues = format!("numrxqueues {0} numtxqueues {0}", args.cores);
-    ip(&format!("link add eth0 {queues} type veth peer name eth1 {queues}"))?;
+    namespace::enter_new_network_namespace()?;
+    run_ip_command("link set lo up")?;
+    let queue_options = format!("numrxqueues {0} numtxqueues {0}", args.cores);
+    run_ip_command(&format!("link add eth0 {queue_options} type veth peer name eth1 {queue_options}"))?;
     let (scratch, pins) = (ScratchDirectory::new()?, PinDirectory::new()?);
-    let mut one_agent = controller::Args::default();
-    (one_agent.agents, one_agent.report_interval_ms) = (1, args.report_interval_ms);
-    let mut controller = Controller::start(&controller::fleet(&one_agent), None, &scratch.0)?;
-    let mut agent = Agent::start(configuration(args, &controller, &scratch.0, &pins.0)?)?;
+    let mut controller_args = controller::Args::default();
+    (controller_args.agents, controller_args.report_interval_ms) = (1, args.report_interval_ms);
+    let mut controller = Controller::start(&controller::fleet_document(&controller_args), None, &scratch.0)?;
+    let mut agent = Agent::start(agent_config(args, &controller, &scratch.0, &pins.0)?)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let windows = runtime.block_on(async {
         tokio::select! {
@@ -66,27 +66,32 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         }
     })?;
     agent.detach()?;
-    Ok(report(args, &windows))
+    Ok(build_report(args, &windows))
 }
 
-fn configuration(args: &Args, controller: &Controller, scratch: &Path, pins: &Path) -> anyhow::Result<Config> {
-    let busy = scratch.join("busy");
-    fs::write(&busy, vec![1; usize::from(args.cores) * 8])?;
-    let registers = pins.join("emulated_rss");
-    let options =
+fn agent_config(
+    args: &Args,
+    controller: &Controller,
+    scratch_directory: &Path,
+    pin_directory: &Path,
+) -> anyhow::Result<Config> {
+    let busy_times_path = scratch_directory.join("busy");
+    fs::write(&busy_times_path, vec![1; usize::from(args.cores) * 8])?;
+    let rss_map_path = pin_directory.join("emulated_rss");
+    let map_options =
         libbpf_sys::bpf_map_create_opts { sz: size_of::<libbpf_sys::bpf_map_create_opts>() as _, ..Default::default() };
-    let bytes = size_of::<intf::emulated_rss>() as u32;
-    MapHandle::create(MapType::Array, Some("registers"), 4, bytes, 1, &options)?.pin(&registers)?;
+    let value_bytes = size_of::<intf::emulated_rss>() as u32;
+    MapHandle::create(MapType::Array, Some("registers"), 4, value_bytes, 1, &map_options)?.pin(&rss_map_path)?;
     Ok(Config {
         server: "s0".to_owned(),
         controllers: controller.address.into(),
         interface: "eth0".to_owned(),
-        pin_directory: pins.join("agent"),
+        pin_directory: pin_directory.join("agent"),
         manage_rss: true,
         manage_timestamps: true,
         steer: Steer::Affinity,
-        load: config::Load::Published { path: busy },
-        rss: config::Rss::Testbed { path: registers, entries: 128 },
+        load: config::Load::Published { path: busy_times_path },
+        rss: config::Rss::Testbed { path: rss_map_path, entries: 128 },
         metrics: None,
         tls: None,
         dispatch: None,
@@ -141,21 +146,21 @@ async fn measure_windows(args: &Args, controller: &mut Controller) -> anyhow::Re
     Ok(windows)
 }
 
-fn report(args: &Args, windows: &[WindowResult]) -> Report {
+fn build_report(args: &Args, windows: &[WindowResult]) -> Report {
     let mut table = Table::new(&["", "median", "least", "most", "goal", "verdict"]);
-    let mut row = |what: &str, of: fn(&WindowResult) -> f64, goal: Option<Goal>| {
-        let summary = summarize(windows.iter().map(of));
+    let mut add_result_row = |what: &str, of: fn(&WindowResult) -> f64, goal: Option<Goal>| {
+        let median_min_max = median_min_max(windows.iter().map(of));
         // One decimal is not enough for a percentage below 1.
-        let values = summary.map(|value| format!("{value:.2}").into());
-        table.add_row([what.into()].into_iter().chain(values).chain(goal_cells(goal, summary[0])));
+        let value_cells = median_min_max.map(|value| format!("{value:.2}").into());
+        table.add_row([what.into()].into_iter().chain(value_cells).chain(goal_cells(goal, median_min_max[0])));
     };
-    row("CPU of the agent, % of one", |window| window.cpu_pct, Some(Goal::AtMost(1.0)));
-    row("CPU per report (its share of the looks included), us", |window| window.cpu_per_report_us, None);
-    row("reports taken per second", |window| window.reports_per_second, None);
+    add_result_row("CPU of the agent, % of one", |window| window.cpu_pct, Some(Goal::AtMost(1.0)));
+    add_result_row("CPU per report (its share of the looks included), us", |window| window.cpu_per_report_us, None);
+    add_result_row("reports taken per second", |window| window.reports_per_second, None);
     Report {
         name: "agent",
-        title: "The agent",
-        about: format!(
+        heading: "The agent",
+        method: format!(
             "The agent, with its programs at a veth device of {} receive queues, reports {} cores every {} ms to a \
              controller by gRPC; once a second it checks RSS, interrupts and workers. CPU time of its thread in {} \
              windows of {} s.",

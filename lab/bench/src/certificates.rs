@@ -7,32 +7,37 @@ use coreward_tls::authority::{Authority, DAY, Validity};
 use coreward_tls::{CredentialFiles, Identity, Name, Role};
 
 /// Temporary certificate authority, which stores itself and all issued certificates in one directory.
-pub struct Certificates {
+pub struct TestCertificateAuthority {
     directory: PathBuf,
     authority: Authority,
-    fleet: Name,
+    fleet_name: Name,
 }
 
-impl Certificates {
+impl TestCertificateAuthority {
     /// Creates the authority in `directory`. Fails when the directory cannot be written.
     pub fn new(directory: &Path) -> anyhow::Result<Self> {
         std::fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
-        let fleet: Name = "bench".parse().map_err(anyhow::Error::msg)?;
-        let authority = Authority::init(directory, &fleet, 2 * DAY)?;
-        Ok(Self { directory: directory.to_owned(), authority, fleet })
+        let fleet_name: Name = "bench".parse().map_err(anyhow::Error::msg)?;
+        let authority = Authority::init(directory, &fleet_name, 2 * DAY)?;
+        Ok(Self { directory: directory.to_owned(), authority, fleet_name })
     }
 
     /// Issues a certificate for a daemon of this role and name. Fails when it cannot be written.
     pub fn issue(&self, role: Role, name: &str) -> anyhow::Result<CredentialFiles> {
-        let identity = Identity { fleet: self.fleet.clone(), role, name: name.parse().map_err(anyhow::Error::msg)? };
-        let bundle = self.directory.join(format!("{role}-{name}"));
-        self.authority.issue(&identity, &[], Validity::from_now(DAY))?.write(&bundle, &self.authority)?;
-        let file = |file: &str| bundle.join(file);
-        Ok(CredentialFiles { ca: file("ca.crt"), certificate: file("own.crt"), key: file("own.key") })
+        let identity =
+            Identity { fleet: self.fleet_name.clone(), role, name: name.parse().map_err(anyhow::Error::msg)? };
+        let credential_directory = self.directory.join(format!("{role}-{name}"));
+        self.authority.issue(&identity, &[], Validity::from_now(DAY))?.write(&credential_directory, &self.authority)?;
+        let credential_path = |file: &str| credential_directory.join(file);
+        Ok(CredentialFiles {
+            ca: credential_path("ca.crt"),
+            certificate: credential_path("own.crt"),
+            key: credential_path("own.key"),
+        })
     }
 
     /// Issues a certificate, and returns the `[tls]` table of a daemon's file for it. Fails when it cannot be written.
-    pub fn tls_table(&self, role: Role, name: &str) -> anyhow::Result<String> {
+    pub fn issue_as_tls_table(&self, role: Role, name: &str) -> anyhow::Result<String> {
         let CredentialFiles { ca, certificate, key } = self.issue(role, name)?;
         Ok(format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n"))
     }

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::ensure;
 
-use crate::environment::BackgroundLoad;
+use crate::environment::BackgroundLoadMeter;
 use crate::page::GeneratedPart;
 use crate::report::Report;
 use crate::xdp::{self, flood, server, throughput};
@@ -73,34 +73,34 @@ enum Command {
 pub fn run(arguments: &BenchArgs) -> anyhow::Result<()> {
     match &arguments.command {
         Command::Placement(args) => {
-            placement::run(args);
+            placement::print_variance_table(args);
             Ok(())
         }
-        Command::Xdp(args) => arguments.show(&xdp::run(args)?),
-        Command::Server(args) => arguments.show(&server::run(args)?),
-        Command::Flood(args) => arguments.show(&flood::run(args)?),
-        Command::Throughput(args) => arguments.show(&throughput::run(args)?),
-        Command::Dispatch(args) => arguments.show(&dispatch::run(args)?),
-        Command::Orchestrate(args) => arguments.show(&orchestrate::run(args)?),
-        Command::CpuLoad(args) => arguments.show(&cpu_load::run(args)?),
-        Command::Agent(args) => arguments.show(&agent::run(args)?),
-        Command::Idle(args) => arguments.show(&idle::run(args)?),
-        Command::Counting(args) => arguments.show(&conn_count::run(args)?),
-        Command::Controller(args) => arguments.show(&controller::run(args)?),
-        Command::Racks(args) => arguments.show(&racks::run(args)?),
+        Command::Xdp(args) => arguments.print_report(&xdp::run(args)?),
+        Command::Server(args) => arguments.print_report(&server::run(args)?),
+        Command::Flood(args) => arguments.print_report(&flood::run(args)?),
+        Command::Throughput(args) => arguments.print_report(&throughput::run(args)?),
+        Command::Dispatch(args) => arguments.print_report(&dispatch::run(args)?),
+        Command::Orchestrate(args) => arguments.print_report(&orchestrate::run(args)?),
+        Command::CpuLoad(args) => arguments.print_report(&cpu_load::run(args)?),
+        Command::Agent(args) => arguments.print_report(&agent::run(args)?),
+        Command::Idle(args) => arguments.print_report(&idle::run(args)?),
+        Command::Counting(args) => arguments.print_report(&conn_count::run(args)?),
+        Command::Controller(args) => arguments.print_report(&controller::run(args)?),
+        Command::Racks(args) => arguments.print_report(&racks::run(args)?),
         Command::ControllerProcess(args) => controller_process::run_process(args),
-        Command::Scale(args) => arguments.show(&scale::run(args)?),
+        Command::Scale(args) => arguments.print_report(&scale::run(args)?),
         Command::LoadBalancerProcess(args) => test_env::run_process(args),
-        Command::Start(args) => arguments.show(&startup::run(args)?),
-        Command::Sim(args) => arguments.show(&sim::run(args)?),
-        Command::All { write } => arguments.run_all(write.as_deref()),
+        Command::Start(args) => arguments.print_report(&startup::run(args)?),
+        Command::Sim(args) => arguments.print_report(&sim::run(args)?),
+        Command::All { write } => arguments.run_cost_page_benches(write.as_deref()),
     }
 }
 
-type Bench = fn() -> anyhow::Result<Report>;
+type BenchFunction = fn() -> anyhow::Result<Report>;
 
 /// Names and functions of the benches of docs/cost.md, in the order of that page.
-const BENCHES: [(&str, Bench); 12] = [
+const COST_PAGE_BENCHES: [(&str, BenchFunction); 12] = [
     ("xdp", || xdp::run(&xdp::Args::default())),
     ("server", || server::run(&xdp::MeasurementLength::default())),
     ("flood", || flood::run(&xdp::MeasurementLength::default())),
@@ -116,10 +116,11 @@ const BENCHES: [(&str, Bench); 12] = [
 ];
 
 impl BenchArgs {
-    fn show(&self, report: &Report) -> anyhow::Result<()> {
-        let report = &Report { about: format!("{} {}", report.about, environment::describe()), ..report.clone() };
+    fn print_report(&self, report: &Report) -> anyhow::Result<()> {
+        let report =
+            &Report { method: format!("{} {}", report.method, environment::describe_measurement()), ..report.clone() };
         if self.json {
-            println!("{}", report.json())
+            println!("{}", report.to_json())
         } else {
             println!("{report}")
         }
@@ -128,26 +129,27 @@ impl BenchArgs {
 
     /// Runs all benches of docs/cost.md. Writes the page only at the end, so that it never mixes two runs. For a failed
     /// bench, the page shows its error.
-    fn run_all(&self, page: Option<&Path>) -> anyhow::Result<()> {
-        let (environment, load) = (environment::describe(), BackgroundLoad::start()?);
-        let (mut parts, mut failed) = (Vec::new(), Vec::new());
-        for (name, measure) in BENCHES {
+    fn run_cost_page_benches(&self, page: Option<&Path>) -> anyhow::Result<()> {
+        let (environment, background_load) = (environment::describe_measurement(), BackgroundLoadMeter::start()?);
+        let (mut page_parts, mut failed_benches) = (Vec::new(), Vec::new());
+        for (name, measure) in COST_PAGE_BENCHES {
             match measure() {
                 Ok(report) => {
-                    self.show(&report)?;
-                    parts.push(GeneratedPart { name, text: report.to_string() });
+                    self.print_report(&report)?;
+                    page_parts.push(GeneratedPart { name, text: report.to_string() });
                 }
                 Err(error) => {
                     eprintln!("bench {name}: {error:#}");
-                    parts.push(GeneratedPart { name, text: format!("`bench {name}` failed in this run: {error:#}.") });
-                    failed.push(name);
+                    page_parts
+                        .push(GeneratedPart { name, text: format!("`bench {name}` failed in this run: {error:#}.") });
+                    failed_benches.push(name);
                 }
             }
         }
         if let Some(page) = page {
-            page::write(page, &format!("{environment} {}", load.describe()?), parts)?;
+            page::replace_parts_in_file(page, &format!("{environment} {}", background_load.describe()?), page_parts)?;
         }
-        ensure!(failed.is_empty(), "failed: {}", failed.join(", "));
+        ensure!(failed_benches.is_empty(), "failed: {}", failed_benches.join(", "));
         Ok(())
     }
 }

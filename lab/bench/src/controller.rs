@@ -8,9 +8,9 @@ use coreward_api::types::ReportState;
 use tokio::time::{Instant, sleep};
 
 use crate::controller_process::{Controller, ScratchDirectory, subscribe, take_tables};
-use crate::default_args::default_args;
+use crate::default_args::parse_default_args;
 use crate::fake_agent::{self, server_name};
-use crate::report::{Cell, Goal, Report, Table, goal_cells, summarize};
+use crate::report::{Cell, Goal, Report, Table, goal_cells, median_min_max};
 
 /// Options of `coreward-lab bench controller`.
 #[derive(Debug, Clone, clap::Args)]
@@ -31,7 +31,7 @@ pub struct Args {
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(crate) services: u32,
     /// Policy of every service
-    #[arg(long, default_value = coreward_model::policy::DEFAULT)]
+    #[arg(long, default_value = coreward_model::policy::DEFAULT_POLICY_NAME)]
     pub(crate) policy: String,
     /// Number of measured windows
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
@@ -43,37 +43,37 @@ pub struct Args {
 
 impl Default for Args {
     fn default() -> Self {
-        default_args()
+        parse_default_args()
     }
 }
 
 /// Runs the bench of the controller. Fails when the controller does not start, or an agent cannot connect.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     coreward_control_server::server::raise_file_limit();
-    let directory = ScratchDirectory::new()?;
-    let mut controller = Controller::start(&fleet(args), None, &directory.0)?;
+    let scratch_directory = ScratchDirectory::new()?;
+    let mut controller = Controller::start(&fleet_document(args), None, &scratch_directory.0)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let measured = runtime.block_on(measure(args, &mut controller))?;
-    Ok(report(args, &measured))
+    let results = runtime.block_on(measure(args, &mut controller))?;
+    Ok(build_report(args, &results))
 }
 
 /// Returns the fleet document (TOML) of the bench, whose services have one VIP and an equal share of the servers each.
-pub(crate) fn fleet(args: &Args) -> String {
-    let mut text = format!("report_interval = \"{}ms\"\n", args.report_interval_ms);
+pub(crate) fn fleet_document(args: &Args) -> String {
+    let mut document = format!("report_interval = \"{}ms\"\n", args.report_interval_ms);
     for agent in 0..args.agents {
         let octets = agent.to_be_bytes();
-        text +=
+        document +=
             &format!("[[server]]\nname = \"{}\"\naddress = \"10.2.{}.{}\"\n", server_name(agent), octets[2], octets[3]);
     }
     for service in 0..args.services {
-        let part =
+        let server_names =
             (0..args.agents).filter(|agent| agent % args.services == service).map(server_name).collect::<Vec<_>>();
         let (vip, policy) = (vip(service), &args.policy);
-        text += &format!(
-            "[[service]]\nname = \"web{service}\"\nvip = \"{vip}\"\npolicy = {policy:?}\nservers = {part:?}\n"
+        document += &format!(
+            "[[service]]\nname = \"web{service}\"\nvip = \"{vip}\"\npolicy = {policy:?}\nservers = {server_names:?}\n"
         );
     }
-    text
+    document
 }
 
 pub(crate) fn vip(service: u32) -> std::net::SocketAddrV4 {
@@ -146,23 +146,28 @@ pub(crate) async fn measure_window(controller: &mut Controller, length: Duration
     })
 }
 
-fn report(args: &Args, measured: &ControllerResults) -> Report {
+fn build_report(args: &Args, results: &ControllerResults) -> Report {
     let mut table = Table::new(&["", "median", "least", "most", "goal", "verdict"]);
-    let mut row = |what: &str, of: fn(&WindowResult) -> f64, goal: Option<Goal>| {
-        let summary = summarize(measured.windows.iter().map(of));
-        table.add_row([what.into()].into_iter().chain(summary.map(Cell::Number)).chain(goal_cells(goal, summary[0])));
+    let mut add_result_row = |what: &str, of: fn(&WindowResult) -> f64, goal: Option<Goal>| {
+        let median_min_max = median_min_max(results.windows.iter().map(of));
+        table.add_row(
+            [what.into()]
+                .into_iter()
+                .chain(median_min_max.map(Cell::Decimal))
+                .chain(goal_cells(goal, median_min_max[0])),
+        );
     };
-    let half_a_cpu = Some(Goal::AtMost(50.0));
-    row("CPU of the controller, % of one", |window| window.user_pct + window.system_pct, half_a_cpu);
-    row("  of it in the kernel (TCP), %", |window| window.system_pct, None);
-    row("CPU per report (its share of tables included), us", |window| window.cpu_per_report_us, None);
-    row("reports taken per second", |window| window.reports_per_second, None);
-    let name = "tables early or late at the load balancers, ms";
-    table.add_summary_row(name, measured.table_jitter_ms.iter().copied(), goal_cells(None, 0.0));
+    let half_cpu_goal = Some(Goal::AtMost(50.0));
+    add_result_row("CPU of the controller, % of one", |window| window.user_pct + window.system_pct, half_cpu_goal);
+    add_result_row("  of it in the kernel (TCP), %", |window| window.system_pct, None);
+    add_result_row("CPU per report (its share of tables included), us", |window| window.cpu_per_report_us, None);
+    add_result_row("reports taken per second", |window| window.reports_per_second, None);
+    let jitter_row_name = "tables early or late at the load balancers, ms";
+    table.add_summary_row(jitter_row_name, results.table_jitter_ms.iter().copied(), goal_cells(None, 0.0));
     Report {
         name: "controller",
-        title: "The controller",
-        about: format!(
+        heading: "The controller",
+        method: format!(
             "{} agents of {} cores report every {} ms, each over its own connection (loopback); {} load balancers \
              receive a table of {} ({} bytes) at the same rate. CPU by /proc/PID/stat in {} windows of {} s; resident \
              memory {} MiB.",
@@ -171,10 +176,10 @@ fn report(args: &Args, measured: &ControllerResults) -> Report {
             args.report_interval_ms,
             args.load_balancers,
             args.policy,
-            measured.table_bytes,
+            results.table_bytes,
             args.windows,
             args.window_seconds,
-            measured.resident_mib,
+            results.resident_mib,
         ),
         tables: vec![table],
     }

@@ -21,7 +21,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 use tonic::transport::{Channel, Endpoint};
 
-use crate::certificates::Certificates;
+use crate::certificates::TestCertificateAuthority;
 
 /// Options of the process of the measured controller.
 #[derive(Debug, Clone, clap::Args)]
@@ -40,9 +40,9 @@ pub(crate) struct ScratchDirectory(pub(crate) std::path::PathBuf);
 
 impl ScratchDirectory {
     pub(crate) fn new() -> anyhow::Result<Self> {
-        let path = std::env::temp_dir().join(format!("coreward-bench-{}", std::process::id()));
-        std::fs::create_dir_all(&path).with_context(|| path.display().to_string())?;
-        Ok(Self(path))
+        let directory = std::env::temp_dir().join(format!("coreward-bench-{}", std::process::id()));
+        std::fs::create_dir_all(&directory).with_context(|| directory.display().to_string())?;
+        Ok(Self(directory))
     }
 }
 
@@ -63,7 +63,7 @@ pub(crate) struct Controller {
     /// Address of the controller's metrics page.
     pub(crate) metrics_address: SocketAddr,
     /// Certificate authority of all daemons; `None` if they connect without TLS.
-    certificates: Option<Certificates>,
+    certificates: Option<TestCertificateAuthority>,
 }
 
 impl Drop for Controller {
@@ -74,7 +74,11 @@ impl Drop for Controller {
 }
 
 impl Controller {
-    pub(crate) fn start(fleet: &str, certificates: Option<Certificates>, directory: &Path) -> anyhow::Result<Self> {
+    pub(crate) fn start(
+        fleet: &str,
+        certificates: Option<TestCertificateAuthority>,
+        directory: &Path,
+    ) -> anyhow::Result<Self> {
         std::fs::write(directory.join("fleet.toml"), fleet)?;
         Self::spawn("fleet = \"fleet.toml\"\n", certificates, directory)
     }
@@ -83,25 +87,30 @@ impl Controller {
         Self::spawn("", None, directory)
     }
 
-    fn spawn(keys: &str, certificates: Option<Certificates>, directory: &Path) -> anyhow::Result<Self> {
+    fn spawn(
+        config_lines: &str,
+        certificates: Option<TestCertificateAuthority>,
+        directory: &Path,
+    ) -> anyhow::Result<Self> {
         // A free port, which the controller binds shortly afterwards.
-        let free = || std::net::TcpListener::bind("127.0.0.1:0")?.local_addr();
-        let (address, api_address, metrics_address) = (free()?, free()?, free()?);
-        let store = directory.join("controller.redb");
-        let config = directory.join("controller.toml");
-        let tls = certificates.as_ref().map(|all| all.tls_table(Role::Controller, "controller")).transpose()?;
+        let free_address = || std::net::TcpListener::bind("127.0.0.1:0")?.local_addr();
+        let (address, api_address, metrics_address) = (free_address()?, free_address()?, free_address()?);
+        let store_path = directory.join("controller.redb");
+        let config_path = directory.join("controller.toml");
+        let tls_table =
+            certificates.as_ref().map(|all| all.issue_as_tls_table(Role::Controller, "controller")).transpose()?;
         std::fs::write(
-            &config,
+            &config_path,
             format!(
-                "listen = \"{address}\"\napi = \"{api_address}\"\nstore = {store:?}\n\
-                 metrics = \"{metrics_address}\"\n{keys}{}",
-                tls.unwrap_or_default()
+                "listen = \"{address}\"\napi = \"{api_address}\"\nstore = {store_path:?}\n\
+                 metrics = \"{metrics_address}\"\n{config_lines}{}",
+                tls_table.unwrap_or_default()
             ),
         )?;
         let mut command = Command::new(std::env::current_exe()?);
-        let process = command.args(["bench", "controller-process"]).arg("--config").arg(config).spawn()?;
-        let token_file = token_file(directory, coreward_api::Role::Operator);
-        Ok(Self { process, address, api_address, token_file, metrics_address, certificates })
+        let process = command.args(["bench", "controller-process"]).arg("--config").arg(config_path).spawn()?;
+        let operator_token_path = token_file(directory, coreward_api::Role::Operator);
+        Ok(Self { process, address, api_address, token_file: operator_token_path, metrics_address, certificates })
     }
 
     /// Waits until the controller accepts connections. Fails when it ends, or after 5 s.
@@ -119,7 +128,7 @@ impl Controller {
 
     /// Returns the `[tls]` table for the configuration file of another daemon; empty without TLS.
     pub(crate) fn tls_table(&self, role: Role, name: &str) -> anyhow::Result<String> {
-        Ok(self.certificates.as_ref().map(|all| all.tls_table(role, name)).transpose()?.unwrap_or_default())
+        Ok(self.certificates.as_ref().map(|all| all.issue_as_tls_table(role, name)).transpose()?.unwrap_or_default())
     }
 
     /// Waits until the controller listens, and connects to it with this role and name.
@@ -145,13 +154,14 @@ impl Controller {
 
     /// Returns the user and kernel CPU time (s) of the controller's process: fields 14 and 15 of proc(5)'s stat file.
     pub(crate) fn cpu_seconds(&self) -> anyhow::Result<(f64, f64)> {
-        let text = std::fs::read_to_string(format!("/proc/{}/stat", self.process.id()))?;
-        let (_, fields) = text.rsplit_once(") ").context("a stat file without a name in brackets")?;
-        let field = |number: usize| -> anyhow::Result<f64> {
+        let stat_line = std::fs::read_to_string(format!("/proc/{}/stat", self.process.id()))?;
+        let (_, fields) = stat_line.rsplit_once(") ").context("a stat file without a name in brackets")?;
+        let number_at = |number: usize| -> anyhow::Result<f64> {
             Ok(fields.split(' ').nth(number - 3).context("a short stat file")?.parse::<f64>()?)
         };
-        let ticks = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK)?.context("no clock ticks")? as f64;
-        Ok((field(14)? / ticks, field(15)? / ticks))
+        let ticks_per_second =
+            nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK)?.context("no clock ticks")? as f64;
+        Ok((number_at(14)? / ticks_per_second, number_at(15)? / ticks_per_second))
     }
 
     pub(crate) fn resident_mib(&self) -> anyhow::Result<u64> {
@@ -159,9 +169,10 @@ impl Controller {
     }
 
     /// Returns the value (MiB) of the line with this prefix in the controller's /proc/PID/status, see proc(5).
-    pub(crate) fn memory_mib(&self, name: &str) -> anyhow::Result<u64> {
-        let text = std::fs::read_to_string(format!("/proc/{}/status", self.process.id()))?;
-        let line = text.lines().find_map(|line| line.strip_prefix(name)).with_context(|| format!("no {name}"))?;
+    pub(crate) fn memory_mib(&self, prefix: &str) -> anyhow::Result<u64> {
+        let proc_status = std::fs::read_to_string(format!("/proc/{}/status", self.process.id()))?;
+        let line =
+            proc_status.lines().find_map(|line| line.strip_prefix(prefix)).with_context(|| format!("no {prefix}"))?;
         Ok(line.trim().trim_end_matches(" kB").parse::<u64>()? / 1024)
     }
 }

@@ -9,13 +9,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::cpus::{self, THIS_THREAD};
-use crate::namespace::{self, ip, with_sysfs};
+use crate::namespace::{self, run_ip_command, run_script_with_sysfs};
 use crate::report::{Report, Table};
-use crate::run_time::enable_statistics;
-use crate::xdp::throughput::wire::{NapiThread, OWN_MAC, VethPair};
-use crate::xdp::{median_of, quartiles};
+use crate::run_time::enable_run_time_statistics;
+use crate::xdp::throughput::wire::{LOAD_BALANCER_MAC, NapiThread, VethPair};
+use crate::xdp::{median_of_rounds, quartile_range};
 use anyhow::{Context as _, ensure};
-use coreward_dataplane::cpu_load::CpuLoad;
+use coreward_dataplane::cpu_load::CpuBusyTimeCounter;
 use libbpf_rs::query::ProgInfoIter;
 use libbpf_rs::skel::{OpenSkel as _, Skel as _, SkelBuilder as _};
 
@@ -43,37 +43,53 @@ impl Default for Args {
 
 const SENDER_CPU: usize = 0;
 const RECEIVER_CPU: usize = 1;
-const FLOOD_DESTINATION: Ipv4Addr = Ipv4Addr::new(10, 9, 0, 2);
+const UNREAD_DESTINATION: Ipv4Addr = Ipv4Addr::new(10, 9, 0, 2);
 
 /// Way in which packets reach the receiving CPU, and their rate.
-struct Case {
+struct ReceiveCase {
     name: &'static str,
-    threaded: bool,
+    uses_threaded_napi: bool,
     /// Number of datagrams in a burst, and pause after each burst.
-    burst: (usize, Duration),
+    burst_size_and_pause: (usize, Duration),
 }
 
-const CASES: [Case; 5] = [
-    Case { name: "no packets", threaded: false, burst: (0, Duration::from_millis(1)) },
-    Case { name: "softirq, bursts of 16", threaded: false, burst: (16, Duration::from_micros(50)) },
-    Case { name: "softirq, bursts of 128", threaded: false, burst: (128, Duration::from_micros(50)) },
-    Case { name: "softirq, ksoftirqd, no pause", threaded: false, burst: (64, Duration::ZERO) },
-    Case { name: "threaded NAPI, bursts of 128", threaded: true, burst: (128, Duration::from_micros(50)) },
+const CASES: [ReceiveCase; 5] = [
+    ReceiveCase { name: "no packets", uses_threaded_napi: false, burst_size_and_pause: (0, Duration::from_millis(1)) },
+    ReceiveCase {
+        name: "softirq, bursts of 16",
+        uses_threaded_napi: false,
+        burst_size_and_pause: (16, Duration::from_micros(50)),
+    },
+    ReceiveCase {
+        name: "softirq, bursts of 128",
+        uses_threaded_napi: false,
+        burst_size_and_pause: (128, Duration::from_micros(50)),
+    },
+    ReceiveCase {
+        name: "softirq, ksoftirqd, no pause",
+        uses_threaded_napi: false,
+        burst_size_and_pause: (64, Duration::ZERO),
+    },
+    ReceiveCase {
+        name: "threaded NAPI, bursts of 128",
+        uses_threaded_napi: true,
+        burst_size_and_pause: (128, Duration::from_micros(50)),
+    },
 ];
 
 /// Measures loads in a new thread, because a network namespace belongs to a thread. Fails without root, or on one CPU.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
-    let cpus = std::thread::available_parallelism()?.get();
+    let cpu_count = std::thread::available_parallelism()?.get();
     ensure!(
-        cpus > RECEIVER_CPU,
-        "coreward-lab bench cpu-load: one CPU sends, another receives: expected 2 CPUs, this has {cpus}"
+        cpu_count > RECEIVER_CPU,
+        "coreward-lab bench cpu-load: one CPU sends, another receives: expected 2 CPUs, this has {cpu_count}"
     );
     namespace::measure_in_thread("cpu-load", args, measure)
 }
 
 fn measure(args: &Args) -> anyhow::Result<Report> {
-    let _statistics = enable_statistics()?;
-    let mut loads = Table::new(&[
+    let _run_time_statistics = enable_run_time_statistics()?;
+    let mut load_table = Table::new(&[
         "packets by",
         "load, %",
         "not idle, %",
@@ -83,37 +99,37 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         "sum, %",
         "events/s",
     ]);
-    let mut costs = Table::new(&["packets by", "program, ns", "empty, ns", "above empty, ns", "CPU of it, %"]);
+    let mut cost_table = Table::new(&["packets by", "program, ns", "empty, ns", "above empty, ns", "CPU of it, %"]);
     for case in CASES {
         let windows = measure_case(&case, args)?;
-        let column = |value: fn(&WindowResult) -> f64| windows.iter().map(value).collect::<Vec<_>>();
-        let difference = column(WindowResult::difference);
-        let events = column(|window| window.events_per_second);
-        loads.add_row([
+        let values_of = |value: fn(&LoadWindow) -> f64| windows.iter().map(value).collect::<Vec<_>>();
+        let differences = values_of(LoadWindow::distance_from_kernel_load);
+        let events_per_second = values_of(|window| window.events_per_second);
+        load_table.add_row([
             case.name.into(),
-            median_of(&column(|window| window.load)).into(),
-            median_of(&column(|window| window.kernel.not_idle)).into(),
-            median_of(&column(|window| window.kernel.stolen)).into(),
-            median_of(&difference).into(),
-            quartiles(&difference).into(),
-            median_of(&column(|window| window.kernel.sum)).into(),
-            (median_of(&events) as u64).into(),
+            median_of_rounds(&values_of(|window| window.measured_load_pct)).into(),
+            median_of_rounds(&values_of(|window| window.kernel_load.not_idle_pct)).into(),
+            median_of_rounds(&values_of(|window| window.kernel_load.stolen_pct)).into(),
+            median_of_rounds(&differences).into(),
+            quartile_range(&differences).into(),
+            median_of_rounds(&values_of(|window| window.kernel_load.sum_pct)).into(),
+            (median_of_rounds(&events_per_second) as u64).into(),
         ]);
-        let (program, empty) = (column(|window| window.program_ns), column(|window| window.empty_ns));
-        let cpu = column(|window| window.events_per_second * window.program_ns / 1e7);
-        costs.add_row([
+        let (program_ns, empty_ns) = (values_of(|window| window.program_ns), values_of(|window| window.empty_ns));
+        let cpu_pct = values_of(|window| window.events_per_second * window.program_ns / 1e7);
+        cost_table.add_row([
             case.name.into(),
-            median_of(&program).into(),
-            median_of(&empty).into(),
-            (median_of(&program) - median_of(&empty)).into(),
-            median_of(&cpu).into(),
+            median_of_rounds(&program_ns).into(),
+            median_of_rounds(&empty_ns).into(),
+            (median_of_rounds(&program_ns) - median_of_rounds(&empty_ns)).into(),
+            median_of_rounds(&cpu_pct).into(),
         ]);
     }
     let Args { windows, window_ms } = args;
     Ok(Report {
         name: "cpu-load",
-        title: "The load of a core",
-        about: format!(
+        heading: "The load of a core",
+        method: format!(
             "UDP datagrams from CPU {SENDER_CPU} to a veth device whose packets are dropped on CPU {RECEIVER_CPU}: by \
              RPS or by a NAPI thread. `load`: by cpu_load.bpf.c. `not idle`, `stolen`, `sum` of all columns: by \
              /proc/stat. Difference, in points: 0 from `not idle` less `stolen` to `not idle`. Without \
@@ -121,55 +137,57 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
              interrupts and softirqs, of all CPUs. `program`: time of one event by the kernel's run-time statistics; \
              `empty`: a program that does nothing. Medians of {windows} windows of {window_ms} ms."
         ),
-        tables: vec![loads, costs],
+        tables: vec![load_table, cost_table],
     })
 }
 
 /// Measured load and cost of its measurement in one window. Loads are in % of one CPU.
-struct WindowResult {
-    load: f64,
-    kernel: KernelLoad,
+struct LoadWindow {
+    measured_load_pct: f64,
+    kernel_load: KernelLoad,
     events_per_second: f64,
     program_ns: f64,
     empty_ns: f64,
 }
 
-impl WindowResult {
+impl LoadWindow {
     /// Returns how far the measured load is outside the range of the kernel's accounting, in percentage points.
-    fn difference(&self) -> f64 {
-        let KernelLoad { not_idle, stolen, .. } = self.kernel;
-        self.load - self.load.clamp(not_idle - stolen, not_idle)
+    fn distance_from_kernel_load(&self) -> f64 {
+        let KernelLoad { not_idle_pct: not_idle, stolen_pct: stolen, .. } = self.kernel_load;
+        self.measured_load_pct - self.measured_load_pct.clamp(not_idle - stolen, not_idle)
     }
 }
 
-fn measure_case(case: &Case, args: &Args) -> anyhow::Result<Vec<WindowResult>> {
-    namespace::enter_new()?;
-    let wire = VethPair::new(0)?;
-    let _thread = receive_on(&wire, RECEIVER_CPU, case.threaded)?;
-    let load = CpuLoad::start()?;
-    let mut storage = MaybeUninit::uninit();
-    let mut floor = skeleton::EmptyTracepointSkelBuilder::default().open(&mut storage)?.load()?;
-    floor.attach()?;
-    let done = AtomicBool::new(false);
+fn measure_case(case: &ReceiveCase, args: &Args) -> anyhow::Result<Vec<LoadWindow>> {
+    namespace::enter_new_network_namespace()?;
+    let veth_pair = VethPair::new(0)?;
+    let _napi_thread = set_receiving_cpu(&veth_pair, RECEIVER_CPU, case.uses_threaded_napi)?;
+    let cpu_load = CpuBusyTimeCounter::start()?;
+    let mut skeleton_storage = MaybeUninit::uninit();
+    let mut empty_programs = skeleton::EmptyTracepointSkelBuilder::default().open(&mut skeleton_storage)?.load()?;
+    empty_programs.attach()?;
+    let should_stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let flood = scope.spawn(|| flood(case.burst, &done));
+        let sender = scope.spawn(|| send_bursts(case.burst_size_and_pause, &should_stop));
         std::thread::sleep(Duration::from_millis(200));
-        let windows = (0..args.windows).map(|_| measure_window(&load, Duration::from_millis(args.window_ms))).collect();
-        done.store(true, Ordering::Relaxed);
-        flood.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        let windows =
+            (0..args.windows).map(|_| measure_window(&cpu_load, Duration::from_millis(args.window_ms))).collect();
+        should_stop.store(true, Ordering::Relaxed);
+        sender.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         windows
     })
 }
 
-fn measure_window(load: &CpuLoad, length: Duration) -> anyhow::Result<WindowResult> {
-    let (began, kernel, busy, programs) = (Instant::now(), Ticks::read()?, load.busy_ns(RECEIVER_CPU), run_times());
+fn measure_window(load: &CpuBusyTimeCounter, length: Duration) -> anyhow::Result<LoadWindow> {
+    let (start, kernel_ticks, busy_ns, run_times_before) =
+        (Instant::now(), CpuTicks::read()?, load.busy_ns(RECEIVER_CPU), run_times_by_program_id());
     std::thread::sleep(length);
-    let busy = load.busy_ns(RECEIVER_CPU) - busy;
-    let (seconds, kernel) = (began.elapsed().as_secs_f64(), Ticks::read()?.since(&kernel));
+    let busy_ns = load.busy_ns(RECEIVER_CPU) - busy_ns;
+    let (seconds, kernel_ticks) = (start.elapsed().as_secs_f64(), CpuTicks::read()?.elapsed_since(&kernel_ticks));
     let (mut events, mut time_ns, mut empty_ns) = (0, 0, 0.0);
-    for (id, program) in run_times() {
-        let before = programs.get(&id).map_or((0, 0), |before| (before.runs, before.time_ns));
-        let (runs, time) = (program.runs - before.0, program.time_ns - before.1);
+    for (id, program) in run_times_by_program_id() {
+        let runs_and_ns_before = run_times_before.get(&id).map_or((0, 0), |before| (before.run_count, before.total_ns));
+        let (runs, time) = (program.run_count - runs_and_ns_before.0, program.total_ns - runs_and_ns_before.1);
         if program.name == "empty_softirq" {
             empty_ns = time as f64 / runs.max(1) as f64;
         } else {
@@ -177,58 +195,58 @@ fn measure_window(load: &CpuLoad, length: Duration) -> anyhow::Result<WindowResu
         }
     }
     ensure!(events > 0, "no events in {length:?}");
-    Ok(WindowResult {
-        load: busy as f64 / seconds / 1e7,
-        kernel: KernelLoad::of(kernel, seconds),
+    Ok(LoadWindow {
+        measured_load_pct: busy_ns as f64 / seconds / 1e7,
+        kernel_load: KernelLoad::of(kernel_ticks, seconds),
         events_per_second: events as f64 / seconds,
         program_ns: time_ns as f64 / events as f64,
         empty_ns,
     })
 }
 
-struct RunTime {
+struct ProgramRunTime {
     name: String,
-    runs: u64,
-    time_ns: u64,
+    run_count: u64,
+    total_ns: u64,
 }
 
 /// Returns the run times of the measured BPF programs by program ID. These include programs of an agent on this
 /// machine, which have the same names.
-fn run_times() -> HashMap<u32, RunTime> {
-    const PROGRAMS: [&str; 6] =
+fn run_times_by_program_id() -> HashMap<u32, ProgramRunTime> {
+    const PROGRAM_NAMES: [&str; 6] =
         ["task_switch", "interrupt_begin", "interrupt_ends", "softirq_begins", "softirq_ends", "empty_softirq"];
-    let program = |info: libbpf_rs::query::ProgramInfo| {
+    let run_time_if_measured = |info: libbpf_rs::query::ProgramInfo| {
         let name = info.name.to_string_lossy().into_owned();
         // The kernel keeps 15 characters of a name.
-        PROGRAMS
+        PROGRAM_NAMES
             .contains(&&name[..])
-            .then_some((info.id, RunTime { name, runs: info.run_cnt, time_ns: info.run_time_ns }))
+            .then_some((info.id, ProgramRunTime { name, run_count: info.run_cnt, total_ns: info.run_time_ns }))
     };
-    ProgInfoIter::default().filter_map(program).collect()
+    ProgInfoIter::default().filter_map(run_time_if_measured).collect()
 }
 
-/// Makes `cpu` process the packets to [`FLOOD_DESTINATION`], either in a NAPI thread or by RPS.
-fn receive_on(wire: &VethPair, cpu: usize, threaded: bool) -> anyhow::Result<Option<NapiThread>> {
+/// Makes `cpu` process the packets to [`UNREAD_DESTINATION`], either in a NAPI thread or by RPS.
+fn set_receiving_cpu(wire: &VethPair, cpu: usize, threaded: bool) -> anyhow::Result<Option<NapiThread>> {
     let VethPair { generator_end, tested_end } = wire;
-    ip(&format!("address add 10.9.0.1/24 dev {generator_end}"))?;
-    ip(&format!("neigh replace {FLOOD_DESTINATION} lladdr {OWN_MAC} dev {generator_end}"))?;
+    run_ip_command(&format!("address add 10.9.0.1/24 dev {generator_end}"))?;
+    run_ip_command(&format!("neigh replace {UNREAD_DESTINATION} lladdr {LOAD_BALANCER_MAC} dev {generator_end}"))?;
     if threaded {
         // veth uses NAPI once GRO is on.
         let status = Command::new("ethtool").args(["-K", tested_end, "gro", "on"]).status().context("ethtool")?;
         ensure!(status.success(), "ethtool -K {tested_end} gro on: {status}");
         return NapiThread::start(tested_end, cpu).map(Some);
     }
-    with_sysfs(&format!("echo {:x} > /sys/class/net/{tested_end}/queues/rx-0/rps_cpus", 1_u64 << cpu))?;
+    run_script_with_sysfs(&format!("echo {:x} > /sys/class/net/{tested_end}/queues/rx-0/rps_cpus", 1_u64 << cpu))?;
     Ok(None)
 }
 
-fn flood((burst, pause): (usize, Duration), done: &AtomicBool) -> anyhow::Result<()> {
+fn send_bursts((burst_size, pause): (usize, Duration), should_stop: &AtomicBool) -> anyhow::Result<()> {
     cpus::bind_to_cpu(THIS_THREAD, SENDER_CPU)?;
     let socket = UdpSocket::bind("0.0.0.0:0")?;
-    while !done.load(Ordering::Relaxed) {
-        for _ in 0..burst {
+    while !should_stop.load(Ordering::Relaxed) {
+        for _ in 0..burst_size {
             // A full queue rejects a datagram; the next datagram is sent.
-            _ = socket.send_to(&[0; 64], (FLOOD_DESTINATION, 9));
+            _ = socket.send_to(&[0; 64], (UNREAD_DESTINATION, 9));
         }
         if !pause.is_zero() {
             std::thread::sleep(pause);
@@ -238,36 +256,36 @@ fn flood((burst, pause): (usize, Duration), done: &AtomicBool) -> anyhow::Result
 }
 
 /// Ticks (10 ms) of [`RECEIVER_CPU`] by state (proc(5)): user, nice, system, idle, iowait, irq, softirq, steal.
-struct Ticks([u64; 8]);
+struct CpuTicks([u64; 8]);
 
-impl Ticks {
+impl CpuTicks {
     fn read() -> anyhow::Result<Self> {
-        let text = std::fs::read_to_string("/proc/stat").context("/proc/stat")?;
-        let line = text.lines().find_map(|line| line.strip_prefix(&format!("cpu{RECEIVER_CPU} ")));
-        let numbers = line.context("/proc/stat: the receiving CPU is offline")?.split_whitespace();
-        let numbers: Vec<u64> = numbers.take(8).map(str::parse).collect::<Result<_, _>>()?;
-        let numbers =
-            numbers.try_into().map_err(|numbers| anyhow::anyhow!("/proc/stat: expected 8 numbers: {numbers:?}"));
-        numbers.map(Self)
+        let proc_stat = std::fs::read_to_string("/proc/stat").context("/proc/stat")?;
+        let receiver_line = proc_stat.lines().find_map(|line| line.strip_prefix(&format!("cpu{RECEIVER_CPU} ")));
+        let columns = receiver_line.context("/proc/stat: the receiving CPU is offline")?.split_whitespace();
+        let tick_counts: Vec<u64> = columns.take(8).map(str::parse).collect::<Result<_, _>>()?;
+        let ticks =
+            tick_counts.try_into().map_err(|numbers| anyhow::anyhow!("/proc/stat: expected 8 numbers: {numbers:?}"));
+        ticks.map(Self)
     }
 
-    fn since(&self, before: &Self) -> Self {
+    fn elapsed_since(&self, before: &Self) -> Self {
         Self(std::array::from_fn(|kind| self.0[kind].saturating_sub(before.0[kind])))
     }
 }
 
 /// Load of [`RECEIVER_CPU`] by the kernel's accounting in /proc/stat (%).
 struct KernelLoad {
-    not_idle: f64,
-    stolen: f64,
+    not_idle_pct: f64,
+    stolen_pct: f64,
     /// Sum of the times in all states, idle included, in % of the elapsed time.
-    sum: f64,
+    sum_pct: f64,
 }
 
 impl KernelLoad {
-    fn of(Ticks(ticks): Ticks, seconds: f64) -> Self {
-        let [.., idle, iowait, _irq, _softirq, stolen] = ticks.map(|ticks| ticks as f64 / seconds);
-        let sum = ticks.iter().sum::<u64>() as f64 / seconds;
-        Self { not_idle: 100.0 - (idle + iowait).min(100.0), stolen, sum }
+    fn of(CpuTicks(ticks): CpuTicks, seconds: f64) -> Self {
+        let [.., idle, iowait, _irq, _softirq, stolen_pct] = ticks.map(|ticks| ticks as f64 / seconds);
+        let sum_pct = ticks.iter().sum::<u64>() as f64 / seconds;
+        Self { not_idle_pct: 100.0 - (idle + iowait).min(100.0), stolen_pct, sum_pct }
     }
 }

@@ -18,7 +18,7 @@ pub fn thread_cpu_time() -> Duration {
 /// Binds a thread, and the threads that it starts later, to one CPU. Fails when the CPU does not exist or this process
 /// may not use it.
 pub fn bind_to_cpu(thread: Pid, cpu: usize) -> anyhow::Result<()> {
-    let mut only = CpuSet::new();
-    only.set(cpu)?;
-    sched_setaffinity(thread, &only).with_context(|| format!("binding a thread to CPU {cpu}"))
+    let mut cpu_set = CpuSet::new();
+    cpu_set.set(cpu)?;
+    sched_setaffinity(thread, &cpu_set).with_context(|| format!("binding a thread to CPU {cpu}"))
 }

@@ -11,9 +11,9 @@ use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::path::PathBuf;
 
-use crate::namespace::{self, ip};
+use crate::namespace::{self, run_ip_command};
 use crate::report::{Goal, Report, Table, goal_cells};
-use crate::run_time::{enable_statistics, run_time};
+use crate::run_time::{enable_run_time_statistics, run_ns_and_count};
 use anyhow::{Context as _, ensure};
 use coreward_dataplane::dispatch::{self, DispatchPrograms, Options, Policy, RequestType};
 use coreward_dataplane::reuseport;
@@ -21,7 +21,7 @@ use coreward_model::dispatch::ClassBounds;
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 use libbpf_rs::{Link, MapCore as _, MapFlags};
 
-use crate::xdp::{difference, fastest_difference, median_of};
+use crate::xdp::{difference_of_fastest_rounds, differences_by_round, median_of_rounds};
 
 #[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks, unsafe_op_in_unsafe_fn, dead_code)]
 mod skeleton {
@@ -48,11 +48,11 @@ impl Default for Args {
 const WORKER_COUNTS: [usize; 2] = [16, 64];
 const CLIENT_COUNT: usize = 61;
 /// Maximum number of requests that are outstanding at once.
-const BURST: u32 = 48;
+const MAX_OUTSTANDING_REQUESTS: u32 = 48;
 
 /// Returns the goal (ns) for the fastest rounds of this policy with this number of workers; `None` if it has no goal.
-fn goal_of(policy: &str, workers: usize) -> Option<Goal> {
-    (policy == Policy::ShortestQueue.name() && workers == WORKER_COUNTS[0]).then_some(Goal::AtMost(90.0))
+fn goal_for_policy(policy: &str, worker_count: usize) -> Option<Goal> {
+    (policy == Policy::ShortestQueue.name() && worker_count == WORKER_COUNTS[0]).then_some(Goal::AtMost(90.0))
 }
 
 /// Measures the dispatch in a new thread, because a network namespace belongs to a thread. Fails without root.
@@ -61,116 +61,141 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
 }
 
 fn measure(args: &Args) -> anyhow::Result<Report> {
-    namespace::enter_new()?;
-    ip("link set lo up")?;
-    let _statistics = enable_statistics()?;
-    let mut sent = Table::new(&["datagram sent, 16 workers", "above empty, ns", "empty, ns"]);
-    let mut table =
+    namespace::enter_new_network_namespace()?;
+    run_ip_command("link set lo up")?;
+    let _run_time_statistics = enable_run_time_statistics()?;
+    let mut egress_table = Table::new(&["datagram sent, 16 workers", "above empty, ns", "empty, ns"]);
+    let mut dispatch_table =
         Table::new(&["policy", "workers", "above empty, ns", "fastest rounds", "goal", "verdict", "empty, ns"]);
     for workers in WORKER_COUNTS {
-        let mut services = vec![Service::floor(workers, Floor::Empty)?, Service::floor(workers, Floor::SelectSocket)?];
-        let mut names = vec!["(always the same)"];
+        let mut services = vec![
+            DispatchedService::with_baseline(workers, BaselineProgram::LeaveToKernel)?,
+            DispatchedService::with_baseline(workers, BaselineProgram::SelectSocket)?,
+        ];
+        let mut policy_names = vec!["(always the same)"];
         for policy in Policy::all() {
-            services.push(Service::with_policy(workers, policy)?);
-            names.push(policy.name());
+            services.push(DispatchedService::with_policy(workers, policy)?);
+            policy_names.push(policy.name());
         }
         // By service, then by round.
-        let mut times = vec![Vec::new(); services.len()];
+        let mut ns_by_service_and_round = vec![Vec::new(); services.len()];
         for _ in 0..args.rounds {
-            for (times, service) in times.iter_mut().zip(&services) {
-                times.push(service.run_round(args.requests)?);
+            for (times, service) in ns_by_service_and_round.iter_mut().zip(&services) {
+                times.push(service.measure_ns_per_request(args.requests)?);
             }
         }
         if workers == WORKER_COUNTS[0] {
-            egress_rows(args, &services, &mut sent)?;
+            add_egress_rows(args, &services, &mut egress_table)?;
         }
-        let empty = times[0].clone();
-        for (name, times) in names.into_iter().zip(&times[1..]) {
-            let fastest = fastest_difference(times, &empty);
-            let [goal, verdict] = goal_cells(goal_of(name, workers), fastest);
-            table.add_row([
+        let empty_ns = ns_by_service_and_round[0].clone();
+        for (name, times) in policy_names.into_iter().zip(&ns_by_service_and_round[1..]) {
+            let fastest_difference_ns = difference_of_fastest_rounds(times, &empty_ns);
+            let [goal, verdict] = goal_cells(goal_for_policy(name, workers), fastest_difference_ns);
+            dispatch_table.add_row([
                 name.into(),
                 (workers as u64).into(),
-                median_of(&difference(times, &empty)).into(),
-                fastest.into(),
+                median_of_rounds(&differences_by_round(times, &empty_ns)).into(),
+                fastest_difference_ns.into(),
                 goal,
                 verdict,
-                median_of(&empty).into(),
+                median_of_rounds(&empty_ns).into(),
             ]);
         }
     }
     let Args { rounds, requests } = args;
     Ok(Report {
         name: "dispatch",
-        title: "Which worker gets a request",
-        about: format!(
-            "dispatch.bpf.c on datagrams over a loopback, {CLIENT_COUNT} clients, up to {BURST} outstanding, by the \
+        heading: "Which worker gets a request",
+        method: format!(
+            "dispatch.bpf.c on datagrams over a loopback, {CLIENT_COUNT} clients, up to {MAX_OUTSTANDING_REQUESTS} \
+             outstanding, by the \
              kernel's run-time statistics: medians of {rounds} rounds of {requests} requests, interleaved, with the \
              datagram's whole path in between. jlq and jbsrq distinguish two types of requests. `(always the same)` \
              only calls the helper that names a socket."
         ),
-        tables: vec![table, sent],
+        tables: vec![dispatch_table, egress_table],
     })
 }
 
 /// Adds a row with the cost of the egress program for a response of the service, and one for any other datagram.
-fn egress_rows(args: &Args, services: &[Service], table: &mut Table) -> anyhow::Result<()> {
+fn add_egress_rows(args: &Args, services: &[DispatchedService], table: &mut Table) -> anyhow::Result<()> {
     // The services with `jsq` and `random`; only the first one gets requests.
-    let jsq = FLOOR_COUNT + Policy::all().position(|policy| policy == Policy::ShortestQueue).context("no jsq")?;
-    let (empty, own, other) = (&services[0].egress, &services[jsq].egress, &services[FLOOR_COUNT].egress);
-    let (mut of_service, mut of_others, mut of_empty) = (Vec::new(), Vec::new(), Vec::new());
+    let jsq_index =
+        BASELINE_SERVICE_COUNT + Policy::all().position(|policy| policy == Policy::ShortestQueue).context("no jsq")?;
+    let (empty_program, own_program, other_program) = (
+        &services[0].egress_program,
+        &services[jsq_index].egress_program,
+        &services[BASELINE_SERVICE_COUNT].egress_program,
+    );
+    let (mut own_response_ns, mut other_datagram_ns, mut empty_program_ns) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..args.rounds {
-        let before = [empty, own, other].map(|program| run_time(program.as_fd()));
-        services[jsq].run_round(args.requests)?;
-        let after = [empty, own, other].map(|program| run_time(program.as_fd()));
-        let mut spent = Vec::new();
-        for (before, after) in before.into_iter().zip(after) {
+        let run_times_before =
+            [empty_program, own_program, other_program].map(|program| run_ns_and_count(program.as_fd()));
+        services[jsq_index].measure_ns_per_request(args.requests)?;
+        let run_times_after =
+            [empty_program, own_program, other_program].map(|program| run_ns_and_count(program.as_fd()));
+        let mut ns_and_runs = Vec::new();
+        for (before, after) in run_times_before.into_iter().zip(run_times_after) {
             let (before, after) = (before?, after?);
-            spent.push(((after.0 - before.0) as f64, (after.1 - before.1) as f64));
+            ns_and_runs.push(((after.0 - before.0) as f64, (after.1 - before.1) as f64));
         }
-        let each: Vec<f64> = spent.iter().map(|(time, runs)| time / runs).collect();
+        let ns_per_run: Vec<f64> = ns_and_runs.iter().map(|(time, runs)| time / runs).collect();
         // The sockets sent each request and each response; only the responses belong to the service.
-        let responses = f64::from(args.requests);
-        ensure!(spent[1].1 > responses * 1.5, "{} datagrams for {responses} requests", spent[1].1);
-        of_service.push((spent[1].0 - (spent[1].1 - responses) * each[2]) / responses - each[0]);
-        of_others.push(each[2] - each[0]);
-        of_empty.push(each[0]);
+        let response_count = f64::from(args.requests);
+        ensure!(
+            ns_and_runs[1].1 > response_count * 1.5,
+            "{} datagrams for {response_count} requests",
+            ns_and_runs[1].1
+        );
+        own_response_ns.push(
+            (ns_and_runs[1].0 - (ns_and_runs[1].1 - response_count) * ns_per_run[2]) / response_count - ns_per_run[0],
+        );
+        other_datagram_ns.push(ns_per_run[2] - ns_per_run[0]);
+        empty_program_ns.push(ns_per_run[0]);
     }
-    let empty = median_of(&of_empty);
-    table.add_row(["a response of the service".into(), median_of(&of_service).into(), empty.into()]);
-    table.add_row(["any other UDP datagram".into(), median_of(&of_others).into(), empty.into()]);
+    let median_empty_ns = median_of_rounds(&empty_program_ns);
+    table.add_row([
+        "a response of the service".into(),
+        median_of_rounds(&own_response_ns).into(),
+        median_empty_ns.into(),
+    ]);
+    table.add_row([
+        "any other UDP datagram".into(),
+        median_of_rounds(&other_datagram_ns).into(),
+        median_empty_ns.into(),
+    ]);
     Ok(())
 }
 
 /// Baseline program, to which the cost of the dispatch program is compared.
 #[derive(Debug, Clone, Copy)]
-enum Floor {
+enum BaselineProgram {
     /// Program that leaves the choice of the socket to the kernel.
-    Empty,
+    LeaveToKernel,
     /// Program that always selects the same socket.
     SelectSocket,
 }
 
 /// Number of services with a baseline program, which precede the services with a policy.
-const FLOOR_COUNT: usize = 2;
+const BASELINE_SERVICE_COUNT: usize = 2;
 
 /// Service whose workers and clients are sockets of this process.
-struct Service {
+struct DispatchedService {
     address: SocketAddr,
-    workers: Vec<UdpSocket>,
-    clients: Vec<UdpSocket>,
-    program: OwnedFd,
+    worker_sockets: Vec<UdpSocket>,
+    client_sockets: Vec<UdpSocket>,
+    select_program: OwnedFd,
     /// BPF program that runs for each datagram that the sockets send.
-    egress: OwnedFd,
-    _link: Option<Link>,
+    egress_program: OwnedFd,
+    _egress_link: Option<Link>,
     /// Loaded dispatch programs and their pins, kept so that the programs stay attached; `None` for a baseline.
-    dispatch: Option<(DispatchPrograms, Pins)>,
+    dispatch_and_pins: Option<(DispatchPrograms, DispatchPinDirectory)>,
 }
 
 /// Directory with the pins of the dispatch programs, which are removed when this value is dropped.
-struct Pins(PathBuf);
+struct DispatchPinDirectory(PathBuf);
 
-impl Drop for Pins {
+impl Drop for DispatchPinDirectory {
     fn drop(&mut self) {
         if let Err(error) = dispatch::remove(&self.0) {
             eprintln!("{}: {error:#}", self.0.display());
@@ -178,87 +203,104 @@ impl Drop for Pins {
     }
 }
 
-impl Service {
-    fn sockets(workers: usize) -> anyhow::Result<(SocketAddr, Vec<UdpSocket>)> {
-        let first = socket((Ipv4Addr::LOCALHOST, 0).into())?;
-        let address = first.local_addr()?;
-        let mut sockets = vec![first];
-        for _ in 1..workers {
-            sockets.push(socket(address)?);
+impl DispatchedService {
+    fn bind_worker_sockets(worker_count: usize) -> anyhow::Result<(SocketAddr, Vec<UdpSocket>)> {
+        let first_socket = bind_reuseport_socket((Ipv4Addr::LOCALHOST, 0).into())?;
+        let address = first_socket.local_addr()?;
+        let mut sockets = vec![first_socket];
+        for _ in 1..worker_count {
+            sockets.push(bind_reuseport_socket(address)?);
         }
         Ok((address, sockets))
     }
 
-    fn floor(workers: usize, floor: Floor) -> anyhow::Result<Self> {
-        let (address, workers) = Self::sockets(workers)?;
-        let mut storage = MaybeUninit::uninit();
-        let loaded = skeleton::EmptyReuseportSkelBuilder::default().open(&mut storage)?.load()?;
+    fn with_baseline(worker_count: usize, floor: BaselineProgram) -> anyhow::Result<Self> {
+        let (address, worker_sockets) = Self::bind_worker_sockets(worker_count)?;
+        let mut skeleton_storage = MaybeUninit::uninit();
+        let baseline_programs = skeleton::EmptyReuseportSkelBuilder::default().open(&mut skeleton_storage)?.load()?;
         let program = match floor {
-            Floor::Empty => loaded.progs.empty.as_fd(),
-            Floor::SelectSocket => {
-                let socket = (workers[0].as_raw_fd() as u64).to_ne_bytes();
-                loaded.maps.only.update(&0u32.to_ne_bytes(), &socket, MapFlags::ANY)?;
-                loaded.progs.select_socket.as_fd()
+            BaselineProgram::LeaveToKernel => baseline_programs.progs.empty.as_fd(),
+            BaselineProgram::SelectSocket => {
+                let socket_descriptor = (worker_sockets[0].as_raw_fd() as u64).to_ne_bytes();
+                baseline_programs.maps.only.update(&0u32.to_ne_bytes(), &socket_descriptor, MapFlags::ANY)?;
+                baseline_programs.progs.select_socket.as_fd()
             }
         };
-        let program = program.try_clone_to_owned()?;
-        reuseport::attach(program.as_fd(), workers[0].as_fd())?;
-        let egress = loaded.progs.empty_egress.as_fd().try_clone_to_owned()?;
-        let cgroup = File::open(dispatch::cgroup_root()?)?;
-        let link = Some(loaded.progs.empty_egress.attach_cgroup(cgroup.as_raw_fd())?);
-        Ok(Self { address, workers, clients: clients(address)?, program, egress, _link: link, dispatch: None })
+        let select_program = program.try_clone_to_owned()?;
+        reuseport::attach(select_program.as_fd(), worker_sockets[0].as_fd())?;
+        let egress_program = baseline_programs.progs.empty_egress.as_fd().try_clone_to_owned()?;
+        let cgroup_directory = File::open(dispatch::cgroup2_mount_point()?)?;
+        let link = Some(baseline_programs.progs.empty_egress.attach_cgroup(cgroup_directory.as_raw_fd())?);
+        Ok(Self {
+            address,
+            worker_sockets,
+            client_sockets: connect_clients(address)?,
+            select_program,
+            egress_program,
+            _egress_link: link,
+            dispatch_and_pins: None,
+        })
     }
 
-    fn with_policy(workers: usize, policy: Policy) -> anyhow::Result<Self> {
-        let (address, sockets) = Self::sockets(workers)?;
-        let by_type = matches!(policy, Policy::LightestQueue | Policy::RankedQueue);
-        let long = RequestType { value: *b"l\0\0\0\0\0\0\0", mask: *b"\xff\0\0\0\0\0\0\0", class: 1 };
+    fn with_policy(worker_count: usize, policy: Policy) -> anyhow::Result<Self> {
+        let (address, worker_sockets) = Self::bind_worker_sockets(worker_count)?;
+        let uses_request_types = matches!(policy, Policy::LightestQueue | Policy::RankedQueue);
+        let long_request_type = RequestType { value: *b"l\0\0\0\0\0\0\0", mask: *b"\xff\0\0\0\0\0\0\0", class: 1 };
         let options = Options {
             service: address,
             policy,
-            request_id: None,
+            request_id_position: None,
             type_offset: 0,
-            types: if by_type { vec![long] } else { Vec::new() },
-            other_class: 0,
-            observes_service_times: false,
+            types: if uses_request_types { vec![long_request_type] } else { Vec::new() },
+            default_class: 0,
+            measures_service_times: false,
         };
-        let name = format!("coreward-bench-dispatch-{}-{}", std::process::id(), address.port());
-        let pins = Pins(PathBuf::from("/sys/fs/bpf").join(name));
-        let dispatch = DispatchPrograms::load(&pins.0, &dispatch::cgroup_root()?, &options)?;
-        for socket in &sockets {
+        let pin_directory_name = format!("coreward-bench-dispatch-{}-{}", std::process::id(), address.port());
+        let pin_directory = DispatchPinDirectory(PathBuf::from("/sys/fs/bpf").join(pin_directory_name));
+        let dispatch = DispatchPrograms::load(&pin_directory.0, &dispatch::cgroup2_mount_point()?, &options)?;
+        for socket in &worker_sockets {
             dispatch.add_worker(socket.as_fd(), std::process::id())?;
         }
-        dispatch.attach(sockets[0].as_fd())?;
-        dispatch.set_bounds(|workers| ClassBounds::with_reserved_cores(workers, 2, 1, 4, 0));
-        let program = dispatch.program().try_clone_to_owned()?;
-        let egress = dispatch.responses_program().try_clone_to_owned()?;
-        let (clients, dispatch) = (clients(address)?, Some((dispatch, pins)));
-        Ok(Self { address, workers: sockets, clients, program, egress, _link: None, dispatch })
+        dispatch.attach(worker_sockets[0].as_fd())?;
+        dispatch.set_request_limits(|workers| ClassBounds::with_reserved_cores(workers, 2, 1, 4, 0));
+        let select_program = dispatch.select_program().try_clone_to_owned()?;
+        let egress_program = dispatch.response_program().try_clone_to_owned()?;
+        let (client_sockets, dispatch) = (connect_clients(address)?, Some((dispatch, pin_directory)));
+        Ok(Self {
+            address,
+            worker_sockets,
+            client_sockets,
+            select_program,
+            egress_program,
+            _egress_link: None,
+            dispatch_and_pins: dispatch,
+        })
     }
 
     /// Sends and answers `requests` requests. Returns the mean run time of the selecting program per run (ns).
-    fn run_round(&self, requests: u32) -> anyhow::Result<f64> {
-        let before = run_time(self.program.as_fd())?;
-        for first in (0..requests).step_by(BURST as usize) {
-            for number in first..requests.min(first + BURST) {
+    fn measure_ns_per_request(&self, requests: u32) -> anyhow::Result<f64> {
+        let run_time_before = run_ns_and_count(self.select_program.as_fd())?;
+        for first_of_burst in (0..requests).step_by(MAX_OUTSTANDING_REQUESTS as usize) {
+            for number in first_of_burst..requests.min(first_of_burst + MAX_OUTSTANDING_REQUESTS) {
                 let payload = if number % 4 == 0 { b"long request" } else { b"a short one " };
-                self.clients[number as usize % CLIENT_COUNT].send(payload)?;
+                self.client_sockets[number as usize % CLIENT_COUNT].send(payload)?;
             }
-            self.answer();
+            self.answer_waiting_requests();
         }
-        let after = run_time(self.program.as_fd())?;
-        let runs = after.1 - before.1;
-        ensure!(runs >= u64::from(requests) / 2, "{}: {requests} requests, {runs} runs", self.address);
-        if let Some((dispatch, _)) = &self.dispatch {
-            let dispatched = dispatch.ledger().workers().iter().filter(|worker| worker.dispatched > 0).count();
-            ensure!(dispatched > 1, "{}: all requests went to one worker", self.address);
+        let run_time_after = run_ns_and_count(self.select_program.as_fd())?;
+        let run_count = run_time_after.1 - run_time_before.1;
+        ensure!(run_count >= u64::from(requests) / 2, "{}: {requests} requests, {run_count} runs", self.address);
+        if let Some((dispatch, _)) = &self.dispatch_and_pins {
+            let used_worker_count =
+                dispatch.ledger().worker_counts().iter().filter(|worker| worker.dispatched_requests > 0).count();
+            ensure!(used_worker_count > 1, "{}: all requests went to one worker", self.address);
         }
-        Ok((after.0 - before.0) as f64 / runs as f64)
+        Ok((run_time_after.0 - run_time_before.0) as f64 / run_count as f64)
     }
 
-    fn answer(&self) {
+    fn answer_waiting_requests(&self) {
         let mut buffer = [0; 64];
-        for worker in &self.workers {
+        for worker in &self.worker_sockets {
             while let Ok((length, client)) = worker.recv_from(&mut buffer) {
                 // The client does not read: its full buffer drops responses.
                 _ = worker.send_to(&buffer[..length], client);
@@ -267,17 +309,17 @@ impl Service {
     }
 }
 
-fn clients(service: SocketAddr) -> anyhow::Result<Vec<UdpSocket>> {
-    let client = |_| {
+fn connect_clients(service: SocketAddr) -> anyhow::Result<Vec<UdpSocket>> {
+    let connect_client = |_| {
         let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))?;
         socket.connect(service)?;
         Ok(socket)
     };
-    (0..CLIENT_COUNT).map(client).collect()
+    (0..CLIENT_COUNT).map(connect_client).collect()
 }
 
 /// Binds a nonblocking UDP socket that joins the reuseport group of `address`.
-fn socket(address: SocketAddr) -> anyhow::Result<UdpSocket> {
+fn bind_reuseport_socket(address: SocketAddr) -> anyhow::Result<UdpSocket> {
     let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::DGRAM, Some(socket2::Protocol::UDP))?;
     socket.set_reuse_port(true)?;
     socket.set_nonblocking(true)?;

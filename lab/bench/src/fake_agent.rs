@@ -77,49 +77,56 @@ async fn fake_agent(
 }
 
 /// Number of reports of which one is detailed: one per second for agents that report ten times a second.
-const REPORTS_PER_DETAILS: u64 = 10;
+const REPORTS_PER_DETAILED_REPORT: u64 = 10;
 
 /// Emulated agent with random loads. Its cores have been up for weeks, so their busy times need eight bytes.
 pub(crate) struct FakeAgent {
-    sequence: u64,
-    random: Xoshiro256PlusPlus,
-    busy_ns: Vec<u64>,
+    last_sequence_number: u64,
+    random_generator: Xoshiro256PlusPlus,
+    core_busy_ns: Vec<u64>,
     interval: Duration,
-    rss: v1::Rss,
+    rss_settings: v1::Rss,
 }
 
 impl FakeAgent {
     pub(crate) fn new(agent: u32, cores: u16, interval: Duration) -> Self {
-        let table = IndirectionTable::balanced(agent.into(), 128, cores).expect("128 is a power of two");
-        let indirection_table = table.queues().iter().map(|queue| u32::from(*queue)).collect();
-        let rss = v1::Rss { source: "ethtool".into(), key: vec![0x6d; 40], indirection_table, input_transform: 0 };
-        let busy_ns = vec![1_000_000_000_000_000; usize::from(cores)];
-        Self { sequence: 0, random: seeded_rng(agent.into(), 0), busy_ns, interval, rss }
+        let balanced_table = IndirectionTable::balanced(agent.into(), 128, cores).expect("128 is a power of two");
+        let indirection_table = balanced_table.queues().iter().map(|queue| u32::from(*queue)).collect();
+        let rss_settings =
+            v1::Rss { source: "ethtool".into(), key: vec![0x6d; 40], indirection_table, input_transform: 0 };
+        let core_busy_ns = vec![1_000_000_000_000_000; usize::from(cores)];
+        Self {
+            last_sequence_number: 0,
+            random_generator: seeded_rng(agent.into(), 0),
+            core_busy_ns,
+            interval,
+            rss_settings,
+        }
     }
 
     /// Restarts the sequence numbers, so that the next report is the first one of a stream.
     pub(crate) fn begin_stream(&mut self) {
-        self.sequence = 0;
+        self.last_sequence_number = 0;
     }
 
     pub(crate) fn report(&mut self) -> v1::Report {
-        self.sequence += 1;
-        let interval_ns = self.interval.as_nanos() as u32;
-        for busy in &mut self.busy_ns {
-            *busy += u64::from(uniform_below(&mut self.random, interval_ns));
+        self.last_sequence_number += 1;
+        let report_interval_ns = self.interval.as_nanos() as u32;
+        for busy in &mut self.core_busy_ns {
+            *busy += u64::from(uniform_below(&mut self.random_generator, report_interval_ns));
         }
-        let without_details = !(self.sequence - 1).is_multiple_of(REPORTS_PER_DETAILS);
-        let counters = if without_details { HashMap::new() } else { self.counters() };
+        let without_details = !(self.last_sequence_number - 1).is_multiple_of(REPORTS_PER_DETAILED_REPORT);
+        let counters = if without_details { HashMap::new() } else { self.counter_values() };
         v1::Report {
-            sequence: self.sequence,
+            sequence: self.last_sequence_number,
             sent_unix_ns: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos() as u64,
             time_to_live_ms: 10_000,
-            measured_ns: 2_000_000_000_000_000 + self.sequence * u64::from(interval_ns),
-            core_busy_ns: self.busy_ns.clone(),
+            measured_ns: 2_000_000_000_000_000 + self.last_sequence_number * u64::from(report_interval_ns),
+            core_busy_ns: self.core_busy_ns.clone(),
             open_connections: 1000,
             rss_generation: 1,
-            rss: (self.sequence == 1).then(|| self.rss.clone()),
-            rss_matched: self.sequence * 100,
+            rss: (self.last_sequence_number == 1).then(|| self.rss_settings.clone()),
+            rss_matched: self.last_sequence_number * 100,
             rss_mismatched: 0,
             counters,
             warnings: Vec::new(),
@@ -134,11 +141,11 @@ impl FakeAgent {
     /// Returns the next report with all details, whatever its sequence number.
     pub(crate) fn detailed_report(&mut self) -> v1::Report {
         let report = self.report();
-        v1::Report { counters: self.counters(), without_details: false, ..report }
+        v1::Report { counters: self.counter_values(), without_details: false, ..report }
     }
 
-    fn counters(&self) -> HashMap<String, u64> {
-        let names = SERVER_COUNTER_NAMES.iter().chain(&STEER_COUNTER_NAMES);
-        names.map(|name| ((*name).to_owned(), self.sequence * 1000)).collect()
+    fn counter_values(&self) -> HashMap<String, u64> {
+        let counter_names = SERVER_COUNTER_NAMES.iter().chain(&STEER_COUNTER_NAMES);
+        counter_names.map(|name| ((*name).to_owned(), self.last_sequence_number * 1000)).collect()
     }
 }

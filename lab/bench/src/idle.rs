@@ -9,16 +9,16 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use crate::namespace::{self, ip};
+use crate::namespace::{self, run_ip_command};
 use crate::report::{Report, Table};
-use crate::run_time::{enable_statistics, run_time};
-use crate::xdp::{median_of, quartiles};
+use crate::run_time::{enable_run_time_statistics, run_ns_and_count};
+use crate::xdp::{median_of_rounds, quartile_range};
 use anyhow::{Context as _, ensure};
 use coreward_dataplane::server::{ServerOptions, ServerPrograms};
 use coreward_dataplane::tc::Direction;
 use coreward_intf as intf;
 use coreward_model::consistency::ServiceMode;
-use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
+use coreward_model::cookie::{CookieKey, FleetCookieKeys, KeyIndex};
 use coreward_model::tuple::Protocol;
 use coreward_model::{ServerId, ServiceAddress};
 use nix::sys::resource::{Resource, getrlimit};
@@ -41,23 +41,23 @@ impl Default for Args {
     }
 }
 
-const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
-const LOOPBACK_INDEX: u32 = 1;
-const CONNECTIONS_PER_IDLE: usize = 100;
+const SERVICE_ADDRESS: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
+const LOOPBACK_INTERFACE_INDEX: u32 = 1;
+const CONNECTIONS_PER_IDLE_CONNECTION: usize = 100;
 /// Time without packets after which a connection is idle: longer than MAX_STEP_MS of bpf/include/server.h.
 const IDLE_TIME: Duration = Duration::from_millis(intf::MAX_STEP_MS as u64 + 1_000);
 /// Time between two requests on a connection that is not idle.
 const BUSY_INTERVAL: Duration = Duration::from_secs(5);
-const TIMEOUT: Duration = Duration::from_secs(10);
+const SOCKET_TIMEOUT: Duration = Duration::from_secs(10);
 /// Number of open files that are not connections: maps, programs and the listener.
-const OTHER_OPEN_FILES: u64 = 100;
+const OTHER_OPEN_FILE_COUNT: u64 = 100;
 
 /// Sockets at both ends of a connection: the client's, then the server's.
-struct Connection(TcpStream, TcpStream);
+struct ConnectionEnds(TcpStream, TcpStream);
 
-impl Connection {
+impl ConnectionEnds {
     /// Sends a request of one byte, and then a response of one byte.
-    fn exchange(&self) -> anyhow::Result<()> {
+    fn exchange_request(&self) -> anyhow::Result<()> {
         let Self(client, server) = self;
         for (mut from, mut to) in [(client, server), (server, client)] {
             from.write_all(b"?")?;
@@ -68,49 +68,51 @@ impl Connection {
 }
 
 /// Server programs on the loopback interface, and the directory of their pins. Dropping this value detaches them.
-struct Programs(Option<ServerPrograms>, PathBuf);
+struct AttachedServerPrograms(Option<ServerPrograms>, PathBuf);
 
-impl Programs {
+impl AttachedServerPrograms {
     fn attach() -> anyhow::Result<Self> {
-        let pins = PathBuf::from(format!("/sys/fs/bpf/coreward-bench-idle-{}", std::process::id()));
-        std::fs::create_dir(&pins).with_context(|| pins.display().to_string())?;
-        let mut programs = Self(None, pins.clone());
-        let options = ServerOptions { interface_index: LOOPBACK_INDEX, pin_directory: pins, sample_every_syn: false };
-        let server = programs.0.insert(ServerPrograms::attach(options)?);
+        let pin_directory = PathBuf::from(format!("/sys/fs/bpf/coreward-bench-idle-{}", std::process::id()));
+        std::fs::create_dir(&pin_directory).with_context(|| pin_directory.display().to_string())?;
+        let mut programs = Self(None, pin_directory.clone());
+        let options =
+            ServerOptions { interface_index: LOOPBACK_INTERFACE_INDEX, pin_directory, sample_every_syn: false };
+        let server_programs = programs.0.insert(ServerPrograms::attach(options)?);
         let keys = [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }];
-        server.set_keys(&FleetKeys { keys, current: KeyIndex::First }, now_ms()?.wrapping_sub(1_000));
-        let address = ServiceAddress { socket: VIP.into(), protocol: Protocol::Tcp };
-        server.set_services(&[(address, ServerId::try_from(1)?, ServiceMode::default())])?;
+        server_programs
+            .set_keys(&FleetCookieKeys { keys, current: KeyIndex::First }, monotonic_now_ms()?.wrapping_sub(1_000));
+        let address = ServiceAddress { socket: SERVICE_ADDRESS.into(), protocol: Protocol::Tcp };
+        server_programs.set_services(&[(address, ServerId::try_from(1)?, ServiceMode::default())])?;
         Ok(programs)
     }
 
-    fn server(&self) -> &ServerPrograms {
+    fn server_programs(&self) -> &ServerPrograms {
         self.0.as_ref().expect("attached until it is dropped")
     }
 
-    fn clamped_packets(&self) -> u64 {
-        self.server().counter(intf::SERVER_COUNTER_TSVAL_CLAMPED)
+    fn clamped_packet_count(&self) -> u64 {
+        self.server_programs().counter(intf::SERVER_COUNTER_TSVAL_CLAMPED)
     }
 
     /// Returns the total run times of the ingress and the egress program so far (ns).
-    fn run_times(&self) -> anyhow::Result<[u64; 2]> {
+    fn ingress_and_egress_run_ns(&self) -> anyhow::Result<[u64; 2]> {
         let [ingress, egress] =
-            [Direction::Ingress, Direction::Egress].map(|direction| self.server().program(direction));
-        Ok([run_time(ingress)?.0, run_time(egress)?.0])
+            [Direction::Ingress, Direction::Egress].map(|direction| self.server_programs().program(direction));
+        Ok([run_ns_and_count(ingress)?.0, run_ns_and_count(egress)?.0])
     }
 }
 
-impl Drop for Programs {
+impl Drop for AttachedServerPrograms {
     fn drop(&mut self) {
-        let removed = self.0.take().map_or(Ok(()), ServerPrograms::remove);
-        if let Err(error) = removed.and_then(|()| Ok(std::fs::remove_dir(&self.1)?)) {
+        let removal = self.0.take().map_or(Ok(()), ServerPrograms::remove);
+        if let Err(error) = removal.and_then(|()| Ok(std::fs::remove_dir(&self.1)?)) {
             eprintln!("{}: {error:#}", self.1.display());
         }
     }
 }
 
 /// Returns the time of CLOCK_MONOTONIC (ms), on which the kernel bases its TSvals with `tcp_timestamps=2`.
-fn now_ms() -> anyhow::Result<u32> {
+fn monotonic_now_ms() -> anyhow::Result<u32> {
     let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC)?;
     Ok((now.tv_sec() as u64 * 1_000 + now.tv_nsec() as u64 / 1_000_000) as u32)
 }
@@ -121,40 +123,41 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
 }
 
 fn measure(args: &Args) -> anyhow::Result<Report> {
-    namespace::enter_new()?;
+    namespace::enter_new_network_namespace()?;
     coreward_control_server::server::raise_file_limit();
-    let (limit, needed) = (getrlimit(Resource::RLIMIT_NOFILE)?.0, 2 * u64::from(args.connections) + OTHER_OPEN_FILES);
+    let (limit, needed) =
+        (getrlimit(Resource::RLIMIT_NOFILE)?.0, 2 * u64::from(args.connections) + OTHER_OPEN_FILE_COUNT);
     ensure!(
         needed <= limit,
         "{} connections need {needed} open files, but the limit is {limit}: raise the hard limit (`ulimit -Hn`), or \
          measure fewer with --connections",
         args.connections
     );
-    ip("link set lo up")?;
-    ip(&format!("address add {}/32 dev lo", VIP.0))?;
+    run_ip_command("link set lo up")?;
+    run_ip_command(&format!("address add {}/32 dev lo", SERVICE_ADDRESS.0))?;
     std::fs::write("/proc/sys/net/ipv4/tcp_timestamps", "2").context("net.ipv4.tcp_timestamps")?;
-    let programs = Programs::attach()?;
-    let _statistics = enable_statistics()?;
-    let connections = connect(args.connections)?;
-    let idle_count = connections.len() / CONNECTIONS_PER_IDLE;
+    let programs = AttachedServerPrograms::attach()?;
+    let _statistics = enable_run_time_statistics()?;
+    let connections = open_connections(args.connections)?;
+    let idle_count = connections.len() / CONNECTIONS_PER_IDLE_CONNECTION;
     let mut table =
         Table::new(&["idle", "ingress, ns per request", "quartiles", "egress, ns per request", "quartiles "]);
-    let asked_last = Instant::now();
+    let idle_start = Instant::now();
     let (idle, busy) = connections.split_at(idle_count);
     measure_case("none", &programs, busy, args.rounds, &mut table)?;
-    while asked_last.elapsed() < IDLE_TIME {
-        std::thread::sleep(BUSY_INTERVAL.min(IDLE_TIME.saturating_sub(asked_last.elapsed())));
-        busy.iter().try_for_each(Connection::exchange)?;
+    while idle_start.elapsed() < IDLE_TIME {
+        std::thread::sleep(BUSY_INTERVAL.min(IDLE_TIME.saturating_sub(idle_start.elapsed())));
+        busy.iter().try_for_each(ConnectionEnds::exchange_request)?;
     }
-    wake_idle(&programs, idle)?;
+    wake_idle_connections(&programs, idle)?;
     measure_case("1 %", &programs, busy, args.rounds, &mut table)?;
     std::thread::sleep(IDLE_TIME);
-    wake_idle(&programs, &connections)?;
+    wake_idle_connections(&programs, &connections)?;
     measure_case("all", &programs, &connections[idle_count..], args.rounds, &mut table)?;
     Ok(Report {
         name: "idle",
-        title: "Idle connections",
-        about: format!(
+        heading: "Idle connections",
+        method: format!(
             "server.bpf.c at the loopback of a network namespace with {} connections, by the kernel's run-time \
              statistics (its clock reads included). A request is of one byte, and so is the response; each packet \
              passes both programs. Medians of {} rounds, each with a request on 99 % of the connections. `1 %`: the \
@@ -167,55 +170,59 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     })
 }
 
-fn connect(count: u32) -> anyhow::Result<Vec<Connection>> {
-    let address = SocketAddr::from(VIP);
+fn open_connections(count: u32) -> anyhow::Result<Vec<ConnectionEnds>> {
+    let address = SocketAddr::from(SERVICE_ADDRESS);
     let listener = TcpListener::bind(address)?;
-    let connection = |_| {
-        let client = TcpStream::connect_timeout(&address, TIMEOUT)?;
+    let open_connection = |_| {
+        let client = TcpStream::connect_timeout(&address, SOCKET_TIMEOUT)?;
         let (server, _) = listener.accept()?;
         for stream in [&client, &server] {
-            stream.set_read_timeout(Some(TIMEOUT))?;
+            stream.set_read_timeout(Some(SOCKET_TIMEOUT))?;
             stream.set_nodelay(true)?;
         }
-        let connection = Connection(client, server);
-        connection.exchange()?;
+        let connection = ConnectionEnds(client, server);
+        connection.exchange_request()?;
         Ok(connection)
     };
-    (0..count).map(connection).collect()
+    (0..count).map(open_connection).collect()
 }
 
 /// Sends a request on each idle connection. Fails unless the PAWS clamp then applied to as many packets.
-fn wake_idle(programs: &Programs, idle: &[Connection]) -> anyhow::Result<()> {
-    let before = programs.clamped_packets();
-    idle.iter().try_for_each(Connection::exchange)?;
-    let held = programs.clamped_packets() - before;
-    ensure!(held >= idle.len() as u64, "{} connections were idle, {held} packets are held", idle.len());
+fn wake_idle_connections(programs: &AttachedServerPrograms, idle: &[ConnectionEnds]) -> anyhow::Result<()> {
+    let clamped_before = programs.clamped_packet_count();
+    idle.iter().try_for_each(ConnectionEnds::exchange_request)?;
+    let clamped_count = programs.clamped_packet_count() - clamped_before;
+    ensure!(
+        clamped_count >= idle.len() as u64,
+        "{} connections were idle, {clamped_count} packets are held",
+        idle.len()
+    );
     Ok(())
 }
 
 fn measure_case(
     name: &str,
-    programs: &Programs,
-    busy: &[Connection],
+    programs: &AttachedServerPrograms,
+    busy: &[ConnectionEnds],
     rounds: u32,
     table: &mut Table,
 ) -> anyhow::Result<()> {
-    let mut times = [Vec::new(), Vec::new()];
+    let mut ns_by_direction = [Vec::new(), Vec::new()];
     for _ in 0..rounds {
-        let before = programs.run_times()?;
-        busy.iter().try_for_each(Connection::exchange)?;
-        let after = programs.run_times()?;
-        for (times, (before, after)) in times.iter_mut().zip(before.into_iter().zip(after)) {
+        let run_ns_before = programs.ingress_and_egress_run_ns()?;
+        busy.iter().try_for_each(ConnectionEnds::exchange_request)?;
+        let run_ns_after = programs.ingress_and_egress_run_ns()?;
+        for (times, (before, after)) in ns_by_direction.iter_mut().zip(run_ns_before.into_iter().zip(run_ns_after)) {
             times.push((after - before) as f64 / busy.len() as f64);
         }
     }
-    let [ingress, egress] = times;
+    let [ingress, egress] = ns_by_direction;
     table.add_row([
         name.into(),
-        median_of(&ingress).into(),
-        quartiles(&ingress).into(),
-        median_of(&egress).into(),
-        quartiles(&egress).into(),
+        median_of_rounds(&ingress).into(),
+        quartile_range(&ingress).into(),
+        median_of_rounds(&egress).into(),
+        quartile_range(&egress).into(),
     ]);
     Ok(())
 }

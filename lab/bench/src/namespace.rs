@@ -8,7 +8,7 @@ use nix::sched::{CloneFlags, unshare};
 use crate::report::Report;
 
 /// Moves the calling thread into a new network namespace, which ends with the thread. Fails without root.
-pub fn enter_new() -> anyhow::Result<()> {
+pub fn enter_new_network_namespace() -> anyhow::Result<()> {
     unshare(CloneFlags::CLONE_NEWNET).context("a network namespace")
 }
 
@@ -25,7 +25,7 @@ pub fn measure_in_thread<A: Clone + Send + 'static>(
 
 /// Runs a shell script with a /sys of the calling thread's network namespace, and returns its output. Fails when /sys
 /// cannot be mounted, or the script fails.
-pub fn with_sysfs(script: &str) -> anyhow::Result<String> {
+pub fn run_script_with_sysfs(script: &str) -> anyhow::Result<String> {
     // /sys shows the network namespace in which it was mounted.
     let script = format!("mount -t sysfs none /sys && {script}");
     let output = Command::new("unshare").args(["--mount", "sh", "-c", &script]).output().context("unshare(1)")?;
@@ -34,7 +34,7 @@ pub fn with_sysfs(script: &str) -> anyhow::Result<String> {
 }
 
 /// Runs ip(8) in this thread's network namespace. Spaces separate the arguments. Fails when ip is missing or fails.
-pub fn ip(arguments: &str) -> anyhow::Result<()> {
+pub fn run_ip_command(arguments: &str) -> anyhow::Result<()> {
     let status = Command::new("ip").args(arguments.split_whitespace()).status().context("ip (package iproute2)")?;
     ensure!(status.success(), "ip {arguments}: {status}");
     Ok(())

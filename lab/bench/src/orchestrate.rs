@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
 use coreward_model::dispatch::{
-    FeoConfig, JoinBoundedShortestRankedQueue, Lambda, LoadHint, RankArrays, RankRule, RankedService,
+    FirstEligibleOutConfig, JoinBoundedShortestRankedQueue, Lambda, LoadHint, RankArrays, RankRule, RankedService,
 };
 use coreward_model::statistics::median;
 use coreward_orchestrator::engine::{Engine, EngineConfig, ServiceConfig};
@@ -25,7 +25,7 @@ use coreward_runtime::worker::{Runtime, Worker};
 use coreward_runtime::{RuntimeError, ServiceEntry};
 
 use crate::cpus::{THIS_THREAD, bind_to_cpu};
-use crate::report::{Cell, Goal, Report, Table, goal_cells, summarize};
+use crate::report::{Cell, Goal, Report, Table, goal_cells, median_min_max};
 
 /// Options of `coreward-lab bench orchestrate`.
 #[derive(Debug, Clone, clap::Args)]
@@ -45,9 +45,9 @@ impl Default for Args {
 }
 
 const SERVICE_COUNT: u8 = 2;
-const DEPTH: NonZeroU16 = NonZeroU16::new(4).unwrap();
-const PAYLOAD: [u8; 16] = [7; 16];
-const CPUS: [usize; 2] = [0, 1];
+const MAX_OUTSTANDING_PER_CORE: NonZeroU16 = NonZeroU16::new(4).unwrap();
+const REQUEST_PAYLOAD: [u8; 16] = [7; 16];
+const ORCHESTRATOR_AND_WORKER_CPU: [usize; 2] = [0, 1];
 
 /// Runs the bench in a new thread. Fails with fewer than two CPUs, or when the shared memory cannot be created.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
@@ -56,107 +56,114 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
 }
 
 fn measure(args: &Args) -> anyhow::Result<Report> {
-    bind_to_cpu(THIS_THREAD, CPUS[0])?;
-    let mut rates = Table::new(&["per second on one CPU", "millions", "least", "most", "ns each", "goal", "verdict"]);
+    bind_to_cpu(THIS_THREAD, ORCHESTRATOR_AND_WORKER_CPU[0])?;
+    let mut rate_table =
+        Table::new(&["per second on one CPU", "millions", "least", "most", "ns each", "goal", "verdict"]);
     // The fastest round is the one with the fewest interruptions by other processes.
-    let mut add = |name: &str, goal: f64, measure: &dyn Fn() -> anyhow::Result<f64>| -> anyhow::Result<()> {
-        let millions = (0..args.rounds).map(|_| measure()).collect::<anyhow::Result<Vec<f64>>>()?;
-        let (middle, [cell, least, most, each]) = rate_cells(&millions, 1e3);
+    let mut add_rate_row = |name: &str, goal: f64, measure: &dyn Fn() -> anyhow::Result<f64>| -> anyhow::Result<()> {
+        let millions_per_second = (0..args.rounds).map(|_| measure()).collect::<anyhow::Result<Vec<f64>>>()?;
+        let (middle, [cell, least, most, each]) = rate_median_and_cells(&millions_per_second, 1e3);
         let [goal, verdict] = goal_cells(Some(Goal::AtLeast(goal)), middle);
-        rates.add_row([name.into(), cell, least, most, each, goal, verdict]);
+        rate_table.add_row([name.into(), cell, least, most, each, goal, verdict]);
         Ok(())
     };
     for (cores, goal) in [(16, 3.0), (64, 1.5)] {
-        add(&format!("decisions of the model, {cores} cores"), goal, &|| {
-            Ok(measure_decisions(cores, args.operations))
+        add_rate_row(&format!("decisions of the model, {cores} cores"), goal, &|| {
+            Ok(measure_decision_rate(cores, args.operations))
         })?;
-        add(&format!("requests through the memory, {cores} cores"), goal, &|| {
-            measure_dispatch(cores, args.operations)
+        add_rate_row(&format!("requests through the memory, {cores} cores"), goal, &|| {
+            measure_request_rate(cores, args.operations)
         })?;
     }
-    add("feedback messages of one core", 20.0, &|| measure_feedback(args.operations))?;
-    add("hints to one core", 20.0, &|| measure_hints(args.operations))?;
-    let mut trips = Table::new(&["round trip, ns", "median", "p99", "goal", "verdict"]);
-    let count = args.operations.min(200_000);
-    let (mut requests, mut lines) = (Vec::new(), Vec::new());
-    let (mut yielding, mut preempted) = (Vec::new(), Vec::new());
+    add_rate_row("feedback messages of one core", 20.0, &|| measure_feedback_rate(args.operations))?;
+    add_rate_row("hints to one core", 20.0, &|| measure_hint_rate(args.operations))?;
+    let mut round_trip_table = Table::new(&["round trip, ns", "median", "p99", "goal", "verdict"]);
+    let round_trip_count = args.operations.min(200_000);
+    let (mut request_round_trips, mut cache_line_round_trips) = (Vec::new(), Vec::new());
+    let (mut yielding_round_trips, mut preempted_round_trips) = (Vec::new(), Vec::new());
     for _ in 0..args.rounds {
-        requests.push(measure_round_trip(count, None)?);
-        lines.push(line_round_trip(count)?);
-        yielding.push(measure_round_trip(count / 100, Some(LowPriority::Yielding))?);
-        preempted.push(measure_round_trip(count / 100, Some(LowPriority::PreemptedByTimer))?);
+        request_round_trips.push(measure_request_round_trips(round_trip_count, None)?);
+        cache_line_round_trips.push(measure_cache_line_round_trips(round_trip_count)?);
+        yielding_round_trips
+            .push(measure_request_round_trips(round_trip_count / 100, Some(LowPriorityHandling::Yielding))?);
+        preempted_round_trips
+            .push(measure_request_round_trips(round_trip_count / 100, Some(LowPriorityHandling::PreemptedByTimer))?);
     }
     for (name, rounds, goal) in [
-        ("request and response", requests, Some(Goal::AtMost(400.0))),
-        ("one cache line there, another one back: the machine's floor", lines, None),
-        ("during a handler of 1 ms that yields every 1 us, quantum 5 us", yielding, None),
-        ("during a handler of 1 ms without yield points, timer of 50 us", preempted, None),
+        ("request and response", request_round_trips, Some(Goal::AtMost(400.0))),
+        ("one cache line there, another one back: the machine's floor", cache_line_round_trips, None),
+        ("during a handler of 1 ms that yields every 1 us, quantum 5 us", yielding_round_trips, None),
+        ("during a handler of 1 ms without yield points, timer of 50 us", preempted_round_trips, None),
     ] {
-        let middle = |quantile: usize| median(&rounds.iter().map(|trip| trip[quantile]).collect::<Vec<f64>>());
-        let (trip, slow_trip) = (middle(0).context("a round")?, middle(1).context("a round")?);
+        let median_of_quantile =
+            |quantile: usize| median(&rounds.iter().map(|trip| trip[quantile]).collect::<Vec<f64>>());
+        let (trip, slow_trip) = (median_of_quantile(0).context("a round")?, median_of_quantile(1).context("a round")?);
         let [goal, verdict] = goal_cells(goal, trip);
-        trips.add_row([name.into(), trip.into(), slow_trip.into(), goal, verdict]);
+        round_trip_table.add_row([name.into(), trip.into(), slow_trip.into(), goal, verdict]);
     }
-    let over_sockets = measure_sockets(args)?;
+    let socket_table = measure_sockets(args)?;
     Ok(Report {
         name: "orchestrate",
-        title: "Requests to cores through shared memory",
-        about: format!(
-            "coreward-orchestrator and coreward-runtime: JBSRQ and FEO, {SERVICE_COUNT} services, depth {DEPTH}, {} \
+        heading: "Requests to cores through shared memory",
+        method: format!(
+            "coreward-orchestrator and coreward-runtime: JBSRQ and FEO, {SERVICE_COUNT} services, depth \
+             {MAX_OUTSTANDING_PER_CORE}, {} \
              bytes of payload; without sockets, except the last table ({} cores). The orchestrator is on CPU {}, \
              all workers share a thread on CPU {}; where they are slower, they are the limit. A decision is a request \
              that is sent to a core, and its feedback. {} operations per case, {} rounds; medians.",
-            PAYLOAD.len(),
+            REQUEST_PAYLOAD.len(),
             sockets::CORE_COUNT,
-            CPUS[0],
-            CPUS[1],
+            ORCHESTRATOR_AND_WORKER_CPU[0],
+            ORCHESTRATOR_AND_WORKER_CPU[1],
             args.operations,
             args.rounds
         ),
-        tables: vec![rates, trips, over_sockets],
+        tables: vec![rate_table, round_trip_table, socket_table],
     })
 }
 
 /// Function that measures one UDP server: takes a number of requests and returns the mean times of one request.
-type UdpServer = fn(u64) -> anyhow::Result<sockets::Times>;
+type MeasureUdpServer = fn(u64) -> anyhow::Result<sockets::RequestTimes>;
 
-const LOOPBACK_SERVERS: [(&str, UdpServer); 3] = [
-    ("loopback: echo, one datagram at a time", sockets::echo_each),
-    ("loopback: echo in batches", sockets::echo_batches),
-    ("loopback: orchestrator", sockets::orchestrate),
+const LOOPBACK_SERVERS: [(&str, MeasureUdpServer); 3] = [
+    ("loopback: echo, one datagram at a time", sockets::measure_single_echo),
+    ("loopback: echo in batches", sockets::measure_batch_echo),
+    ("loopback: orchestrator", sockets::measure_loopback_orchestrator),
 ];
 /// Servers that are measured over a veth, which needs root.
-const VETH_SERVERS: [(&str, UdpServer); 2] = [
-    ("veth: orchestrator, UDP socket", sockets::orchestrate_veth),
-    ("veth: orchestrator, AF_XDP in copy mode", sockets::orchestrate_af_xdp),
+const VETH_SERVERS: [(&str, MeasureUdpServer); 2] = [
+    ("veth: orchestrator, UDP socket", sockets::measure_veth_orchestrator),
+    ("veth: orchestrator, AF_XDP in copy mode", sockets::measure_af_xdp_orchestrator),
 ];
 
 /// Measures the orchestrator and its baselines over UDP, one after the other in each round.
 fn measure_sockets(args: &Args) -> anyhow::Result<Table> {
     let veth_servers: &[_] = if nix::unistd::geteuid().is_root() { &VETH_SERVERS } else { &[] };
     let servers: Vec<_> = LOOPBACK_SERVERS.iter().chain(veth_servers).collect();
-    let mut times = vec![Vec::new(); servers.len()];
+    let mut times_by_server = vec![Vec::new(); servers.len()];
     for _ in 0..args.rounds {
-        for ((_, server), times) in servers.iter().zip(&mut times) {
+        for ((_, server), times) in servers.iter().zip(&mut times_by_server) {
             times.push(server(args.operations.min(200_000))?);
         }
     }
-    let head = ["over UDP, per second on one CPU", "thousands", "least", "most", "ns each", "delivery, ns each"];
-    let mut table = Table::new(&head);
-    for ((name, _), times) in servers.iter().zip(&times) {
-        let rates: Vec<f64> = times.iter().map(|times| 1e6 / times.server_ns).collect();
-        let delivery = median(&times.iter().map(|times| times.delivery_ns).collect::<Vec<_>>()).context("a round")?;
-        let (_, [middle, least, most, each]) = rate_cells(&rates, 1e6);
-        table.add_row([(*name).into(), middle, least, most, each, delivery.into()]);
+    let column_names =
+        ["over UDP, per second on one CPU", "thousands", "least", "most", "ns each", "delivery, ns each"];
+    let mut table = Table::new(&column_names);
+    for ((name, _), times) in servers.iter().zip(&times_by_server) {
+        let requests_per_ms: Vec<f64> = times.iter().map(|times| 1e6 / times.server_ns).collect();
+        let median_delivery_ns =
+            median(&times.iter().map(|times| times.delivery_ns).collect::<Vec<_>>()).context("a round")?;
+        let (_, [middle, least, most, each]) = rate_median_and_cells(&requests_per_ms, 1e6);
+        table.add_row([(*name).into(), middle, least, most, each, median_delivery_ns.into()]);
     }
     Ok(table)
 }
 
-/// Returns the median of rates, and cells with median, minimum, maximum and ns per operation. `unit_ns`: time unit of
-/// the rates (ns) for one counted unit.
-fn rate_cells(rates: &[f64], unit_ns: f64) -> (f64, [Cell; 4]) {
-    let [middle, least, most] = summarize(rates.iter().copied());
-    (middle, [middle.into(), least.into(), most.into(), (unit_ns / middle).into()])
+/// Returns the median of rates, and cells with median, minimum, maximum and ns per operation. `rate_unit_ns`: time unit
+/// of the rates (ns) for one counted unit.
+fn rate_median_and_cells(rates: &[f64], rate_unit_ns: f64) -> (f64, [Cell; 4]) {
+    let [middle, least, most] = median_min_max(rates.iter().copied());
+    (middle, [middle.into(), least.into(), most.into(), (rate_unit_ns / middle).into()])
 }
 
 fn millions_per_second(operations: u64, started: Instant) -> f64 {
@@ -165,19 +172,22 @@ fn millions_per_second(operations: u64, started: Instant) -> f64 {
 
 /// Simulates decisions for requests of alternating services, with two requests per core on average; each decision
 /// completes the oldest request. Returns millions of decisions per second.
-fn measure_decisions(cores: u16, decisions: u64) -> f64 {
-    let ranked: Vec<_> =
+fn measure_decision_rate(cores: u16, decisions: u64) -> f64 {
+    let ranked_services: Vec<_> =
         (0..SERVICE_COUNT).map(|priority| RankedService { priority, lambda: Lambda::PUBLISHED }).collect();
-    let ranks = RankArrays::new(cores, &ranked, RankRule::Ranked, DEPTH);
-    let mut balancer = JoinBoundedShortestRankedQueue::with_ranks(ranks, &FeoConfig::strict_priority(0..SERVICE_COUNT))
-        .expect("a valid configuration");
-    let mut outstanding = VecDeque::new();
+    let rank_arrays = RankArrays::new(cores, &ranked_services, RankRule::Ranked, MAX_OUTSTANDING_PER_CORE);
+    let mut balancer = JoinBoundedShortestRankedQueue::with_ranks(
+        rank_arrays,
+        &FirstEligibleOutConfig::strict_priority(0..SERVICE_COUNT),
+    )
+    .expect("a valid configuration");
+    let mut outstanding_requests = VecDeque::new();
     let started = Instant::now();
     for number in 0..decisions {
-        let sent = balancer.submit(number, (number % u64::from(SERVICE_COUNT)) as u8, number as u32).sent;
-        outstanding.extend(sent.map(|(release, _)| release));
-        if outstanding.len() > 2 * usize::from(cores)
-            && let Some(oldest) = outstanding.pop_front()
+        let sent_requests = balancer.submit(number, (number % u64::from(SERVICE_COUNT)) as u8, number as u32).sent;
+        outstanding_requests.extend(sent_requests.map(|(release, _)| release));
+        if outstanding_requests.len() > 2 * usize::from(cores)
+            && let Some(oldest) = outstanding_requests.pop_front()
         {
             balancer.record_feedback(oldest.service, oldest.core, 1).expect("it is outstanding");
         }
@@ -185,50 +195,53 @@ fn measure_decisions(cores: u16, decisions: u64) -> f64 {
     millions_per_second(decisions, started)
 }
 
-fn address() -> SocketAddrV4 {
+fn service_address() -> SocketAddrV4 {
     SocketAddrV4::new([127, 0, 0, 1].into(), 4000)
 }
 
 /// Returns a loopback address whose UDP port is free.
-fn free_address() -> anyhow::Result<SocketAddrV4> {
+fn free_loopback_address() -> anyhow::Result<SocketAddrV4> {
     match UdpSocket::bind("127.0.0.1:0")?.local_addr()? {
         SocketAddr::V4(address) => Ok(address),
         SocketAddr::V6(_) => unreachable!("bound to an IPv4 address"),
     }
 }
 
-fn config(core_count: u16, address: SocketAddrV4) -> EngineConfig {
-    let service = |priority| {
+fn engine_config(core_count: u16, address: SocketAddrV4) -> EngineConfig {
+    let service_config = |priority| {
         let entry = ServiceEntry { address, priority };
-        ServiceConfig { entry, lambda: Lambda::PUBLISHED }
+        ServiceConfig { service_entry: entry, lambda: Lambda::PUBLISHED }
     };
     EngineConfig {
         core_count,
-        rank_bound: DEPTH,
+        rank_bound: MAX_OUTSTANDING_PER_CORE,
         rank_rule: RankRule::Ranked,
-        services: (0..SERVICE_COUNT).map(service).collect(),
-        scheduler: FeoConfig { capacity: 1024, ..FeoConfig::strict_priority(0..SERVICE_COUNT) },
+        services: (0..SERVICE_COUNT).map(service_config).collect(),
+        scheduler: FirstEligibleOutConfig {
+            capacity: 1024,
+            ..FirstEligibleOutConfig::strict_priority(0..SERVICE_COUNT)
+        },
         payload_bytes: 64,
         stall_after: Duration::from_secs(10),
     }
 }
 
-fn engine(cores: u16) -> anyhow::Result<(tempfile::TempDir, PathBuf, Engine)> {
+fn create_engine(cores: u16) -> anyhow::Result<(tempfile::TempDir, PathBuf, Engine)> {
     let directory = tempfile::tempdir_in("/dev/shm")?;
-    let path = directory.path().join("cores");
-    let engine = Engine::new(&path, &config(cores, address()))?;
-    Ok((directory, path, engine))
+    let memory_path = directory.path().join("cores");
+    let engine = Engine::new(&memory_path, &engine_config(cores, service_address()))?;
+    Ok((directory, memory_path, engine))
 }
 
 /// Submits a request for service `service` to the engine.
-fn submit(engine: &mut Engine, now: u64, service: u8) {
-    engine.submit(now, service, address(), &PAYLOAD);
+fn submit_request(engine: &mut Engine, now: u64, service: u8) {
+    engine.submit_request(now, service, service_address(), &REQUEST_PAYLOAD);
 }
 
 /// Connects one worker per core and enables all services for it. Meanwhile another thread must poll the orchestrator.
-fn connect(runtime: &Runtime, cores: u16, address: SocketAddrV4) -> Result<Vec<Worker<'_>>, RuntimeError> {
+fn connect_workers(runtime: &Runtime, cores: u16, address: SocketAddrV4) -> Result<Vec<Worker<'_>>, RuntimeError> {
     (0..SERVICE_COUNT).try_for_each(|service| runtime.register_service(service, address, service))?;
-    let mut workers = (0..cores).map(|core| runtime.worker(core)).collect::<Result<Vec<_>, _>>()?;
+    let mut workers = (0..cores).map(|core| runtime.attach_worker(core)).collect::<Result<Vec<_>, _>>()?;
     for worker in &mut workers {
         (0..SERVICE_COUNT).try_for_each(|service| worker.enable_service(service, worker.core()))?;
     }
@@ -236,40 +249,41 @@ fn connect(runtime: &Runtime, cores: u16, address: SocketAddrV4) -> Result<Vec<W
 }
 
 /// Sends requests to all cores, whose workers complete them without a response. Returns millions per second.
-fn measure_dispatch(cores: u16, requests: u64) -> anyhow::Result<f64> {
-    let (_directory, path, mut engine) = engine(cores)?;
+fn measure_request_rate(cores: u16, requests: u64) -> anyhow::Result<f64> {
+    let (_directory, path, mut engine) = create_engine(cores)?;
     let runtime = Runtime::connect(&path)?;
-    let stop = AtomicBool::new(false);
+    let should_stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let workers = scope.spawn(|| complete_all(&runtime, cores, &stop));
-        while engine.core_counters().workers < cores.into() {
-            ensure!(!workers.is_finished(), "the workers ended early");
+        let worker_thread = scope.spawn(|| complete_requests(&runtime, cores, &should_stop));
+        while engine.core_counters().accepted_workers < cores.into() {
+            ensure!(!worker_thread.is_finished(), "the workers ended early");
             engine.poll(0, &mut |_, _, _| ());
             // Lets the workers' thread start, which is on this CPU.
             std::thread::yield_now();
         }
-        let completed = |engine: &Engine| engine.service_counters().iter().map(|count| count.completed).sum::<u64>();
-        let mut sent = 0;
+        let completed_request_count =
+            |engine: &Engine| engine.service_counters().iter().map(|count| count.completed).sum::<u64>();
+        let mut sent_count = 0;
         let started = Instant::now();
-        while completed(&engine) < requests {
+        while completed_request_count(&engine) < requests {
             // Number of requests that one loop of the daemon receives.
-            while sent < requests && sent - completed(&engine) < 2 * u64::from(cores) {
-                submit(&mut engine, sent, (sent % u64::from(SERVICE_COUNT)) as u8);
-                sent += 1;
+            while sent_count < requests && sent_count - completed_request_count(&engine) < 2 * u64::from(cores) {
+                submit_request(&mut engine, sent_count, (sent_count % u64::from(SERVICE_COUNT)) as u8);
+                sent_count += 1;
             }
-            engine.poll(sent, &mut |_, _, _| ());
+            engine.poll(sent_count, &mut |_, _, _| ());
         }
-        let rate = millions_per_second(requests, started);
-        stop.store(true, Relaxed);
-        workers.join().expect("the workers' thread")?;
-        Ok(rate)
+        let request_rate = millions_per_second(requests, started);
+        should_stop.store(true, Relaxed);
+        worker_thread.join().expect("the workers' thread")?;
+        Ok(request_rate)
     })
 }
 
 /// Runs the workers of all cores in the calling thread, which is bound to the workers' CPU, until `stop` is set.
-fn complete_all(runtime: &Runtime, cores: u16, stop: &AtomicBool) -> anyhow::Result<()> {
-    bind_to_cpu(THIS_THREAD, CPUS[1])?;
-    let mut workers = connect(runtime, cores, address())?;
+fn complete_requests(runtime: &Runtime, cores: u16, stop: &AtomicBool) -> anyhow::Result<()> {
+    bind_to_cpu(THIS_THREAD, ORCHESTRATOR_AND_WORKER_CPU[1])?;
+    let mut workers = connect_workers(runtime, cores, service_address())?;
     while !stop.load(Relaxed) {
         for worker in &mut workers {
             while let Some(request) = worker.take_request()? {
@@ -282,31 +296,31 @@ fn complete_all(runtime: &Runtime, cores: u16, stop: &AtomicBool) -> anyhow::Res
 
 /// How the core handles low-priority requests while the round trips of other requests are measured.
 #[derive(Clone, Copy, PartialEq)]
-enum LowPriority {
+enum LowPriorityHandling {
     Yielding,
     PreemptedByTimer,
 }
 
-const LOW_PRIORITY_TIME: Duration = Duration::from_millis(1);
+const LOW_PRIORITY_HANDLER_TIME: Duration = Duration::from_millis(1);
 const YIELD_INTERVAL: Duration = Duration::from_micros(1);
 const TIMER_PERIOD: Duration = Duration::from_micros(50);
 
 /// Handler that echoes requests of service 0 at once, and computes for 1 ms for each request of service 1.
-struct Echo(Option<LowPriority>);
+struct EchoHandler(Option<LowPriorityHandling>);
 
-impl Handler for Echo {
+impl Handler for EchoHandler {
     fn handle(&self, request: &Request<'_>, response: &mut Vec<u8>, context: &mut Context<'_>) -> Reply {
         if request.service == 0 {
             response.extend_from_slice(request.payload);
             return Reply::Send;
         }
         let started = Instant::now();
-        while started.elapsed() < LOW_PRIORITY_TIME {
-            let slice = Instant::now();
-            while slice.elapsed() < YIELD_INTERVAL {
+        while started.elapsed() < LOW_PRIORITY_HANDLER_TIME {
+            let slice_start = Instant::now();
+            while slice_start.elapsed() < YIELD_INTERVAL {
                 std::hint::spin_loop();
             }
-            if self.0 == Some(LowPriority::Yielding) {
+            if self.0 == Some(LowPriorityHandling::Yielding) {
                 context.yield_point();
             }
         }
@@ -316,36 +330,39 @@ impl Handler for Echo {
 
 /// Submits a low-priority request unless one is outstanding. Then polls for a part of its time that varies by trip.
 fn keep_low_priority_busy(engine: &mut Engine, trip: u64) {
-    let low = engine.service_counters()[1];
-    if low.completed == low.received {
-        submit(engine, trip, 1);
+    let low_priority_counters = engine.service_counters()[1];
+    if low_priority_counters.completed == low_priority_counters.received {
+        submit_request(engine, trip, 1);
     }
     let (started, part) = (Instant::now(), (trip % 8) as u32 + 1);
-    while started.elapsed() < LOW_PRIORITY_TIME / 10 * part {
+    while started.elapsed() < LOW_PRIORITY_HANDLER_TIME / 10 * part {
         engine.poll(trip, &mut |_, _, _| ());
     }
 }
 
 /// Sends one request at a time. Returns the median and 99th percentile of the time from request to response (ns).
-fn measure_round_trip(trips: u64, low_priority: Option<LowPriority>) -> anyhow::Result<[f64; 2]> {
-    let (_directory, path, mut engine) = engine(1)?;
+fn measure_request_round_trips(trips: u64, low_priority: Option<LowPriorityHandling>) -> anyhow::Result<[f64; 2]> {
+    let (_directory, path, mut engine) = create_engine(1)?;
     let runtime = Runtime::connect(&path)?;
-    let stop = AtomicBool::new(false);
+    let should_stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let worker = scope.spawn(|| -> anyhow::Result<()> {
-            bind_to_cpu(THIS_THREAD, CPUS[1])?;
-            let mut workers = connect(&runtime, 1, address())?;
-            let options = ServeOptions { sleep: Duration::ZERO, ..ServeOptions::default() };
+        let worker_thread = scope.spawn(|| -> anyhow::Result<()> {
+            bind_to_cpu(THIS_THREAD, ORCHESTRATOR_AND_WORKER_CPU[1])?;
+            let mut workers = connect_workers(&runtime, 1, service_address())?;
+            let serve_options = ServeOptions { sleep: Duration::ZERO, ..ServeOptions::default() };
             match low_priority {
-                Some(LowPriority::PreemptedByTimer) => {
-                    workers[0].serve_with_timer(&Echo(low_priority), options, TIMER_PERIOD, &stop)?
-                }
-                _ => workers[0].serve(&Echo(low_priority), options, &stop)?,
+                Some(LowPriorityHandling::PreemptedByTimer) => workers[0].serve_with_timer(
+                    &EchoHandler(low_priority),
+                    serve_options,
+                    TIMER_PERIOD,
+                    &should_stop,
+                )?,
+                _ => workers[0].serve(&EchoHandler(low_priority), serve_options, &should_stop)?,
             };
             Ok(())
         });
-        let mut times = Vec::with_capacity(trips as usize);
-        while engine.core_counters().workers == 0 && !worker.is_finished() {
+        let mut round_trip_ns = Vec::with_capacity(trips as usize);
+        while engine.core_counters().accepted_workers == 0 && !worker_thread.is_finished() {
             engine.poll(0, &mut |_, _, _| ());
             std::thread::yield_now();
         }
@@ -354,23 +371,23 @@ fn measure_round_trip(trips: u64, low_priority: Option<LowPriority>) -> anyhow::
                 keep_low_priority_busy(&mut engine, trip);
             }
             let started = Instant::now();
-            submit(&mut engine, trip, 0);
-            let mut answers = 0;
-            while answers == 0 {
-                engine.poll(trip, &mut |_, _, _| answers += 1);
-                if worker.is_finished() {
-                    worker.join().expect("the worker's thread")?;
+            submit_request(&mut engine, trip, 0);
+            let mut response_count = 0;
+            while response_count == 0 {
+                engine.poll(trip, &mut |_, _, _| response_count += 1);
+                if worker_thread.is_finished() {
+                    worker_thread.join().expect("the worker's thread")?;
                     anyhow::bail!("the worker ended early");
                 }
             }
-            times.push(started.elapsed().as_nanos() as f64);
+            round_trip_ns.push(started.elapsed().as_nanos() as f64);
         }
-        stop.store(true, Relaxed);
-        while !worker.is_finished() {
+        should_stop.store(true, Relaxed);
+        while !worker_thread.is_finished() {
             engine.poll(trips, &mut |_, _, _| ());
         }
-        worker.join().expect("the worker's thread")?;
-        Ok(median_and_p99(times))
+        worker_thread.join().expect("the worker's thread")?;
+        Ok(median_and_p99(round_trip_ns))
     })
 }
 
@@ -387,49 +404,50 @@ struct CacheLine(AtomicU64);
 
 /// Returns the median and the 99th percentile of the round trip between two CPUs (ns): one writes a value to a cache
 /// line, the other copies it to a second one.
-fn line_round_trip(trips: u64) -> anyhow::Result<[f64; 2]> {
-    let [there, back] = [CacheLine::default(), CacheLine::default()];
-    let wait = |line: &CacheLine, value: u64| {
+fn measure_cache_line_round_trips(trips: u64) -> anyhow::Result<[f64; 2]> {
+    let [forward_line, return_line] = [CacheLine::default(), CacheLine::default()];
+    let wait_for_value = |line: &CacheLine, value: u64| {
         while line.0.load(Acquire) != value {
             std::hint::spin_loop();
         }
     };
     std::thread::scope(|scope| {
-        let other = scope.spawn(|| -> anyhow::Result<()> {
-            let bound = bind_to_cpu(THIS_THREAD, CPUS[1]);
-            back.0.store(u64::MAX, Release);
+        let other_cpu_thread = scope.spawn(|| -> anyhow::Result<()> {
+            let binding = bind_to_cpu(THIS_THREAD, ORCHESTRATOR_AND_WORKER_CPU[1]);
+            return_line.0.store(u64::MAX, Release);
             for trip in 1..=trips {
-                wait(&there, trip);
-                back.0.store(trip, Release);
+                wait_for_value(&forward_line, trip);
+                return_line.0.store(trip, Release);
             }
-            bound
+            binding
         });
-        let mut times = Vec::with_capacity(trips as usize);
+        let mut round_trip_ns = Vec::with_capacity(trips as usize);
         // Lets the other thread start: a real-time thread would keep this CPU.
-        while back.0.load(Acquire) != u64::MAX {
+        while return_line.0.load(Acquire) != u64::MAX {
             std::thread::yield_now();
         }
         for trip in 1..=trips {
             let started = Instant::now();
-            there.0.store(trip, Release);
-            wait(&back, trip);
-            times.push(started.elapsed().as_nanos() as f64);
+            forward_line.0.store(trip, Release);
+            wait_for_value(&return_line, trip);
+            round_trip_ns.push(started.elapsed().as_nanos() as f64);
         }
-        other.join().expect("the other thread")?;
-        Ok(median_and_p99(times))
+        other_cpu_thread.join().expect("the other thread")?;
+        Ok(median_and_p99(round_trip_ns))
     })
 }
 
 /// Creates the shared memory of one core, without an engine that uses it.
-fn create_queues() -> anyhow::Result<(tempfile::TempDir, PathBuf, CoreQueues)> {
+fn create_single_core_queues() -> anyhow::Result<(tempfile::TempDir, PathBuf, CoreQueues)> {
     let directory = tempfile::tempdir_in("/dev/shm")?;
-    let path = directory.path().join("cores");
-    let geometry = Geometry { core_count: 1, priority_count: 1, slots: 4, slot_bytes: 128 };
-    let queues = CoreQueues::create(&path, geometry, &[ServiceEntry { address: address(), priority: 0 }])?;
-    Ok((directory, path, queues))
+    let memory_path = directory.path().join("cores");
+    let geometry = Geometry { core_count: 1, priority_count: 1, slots_per_queue: 4, slot_bytes: 128 };
+    let queues =
+        CoreQueues::create(&memory_path, geometry, &[ServiceEntry { address: service_address(), priority: 0 }])?;
+    Ok((directory, memory_path, queues))
 }
 
-fn accept(
+fn accept_worker(
     queues: &mut CoreQueues,
     worker: &std::thread::ScopedJoinHandle<'_, anyhow::Result<()>>,
 ) -> anyhow::Result<()> {
@@ -441,54 +459,54 @@ fn accept(
     Ok(())
 }
 
-fn measure_feedback(messages: u64) -> anyhow::Result<f64> {
-    let (_directory, path, mut queues) = create_queues()?;
+fn measure_feedback_rate(messages: u64) -> anyhow::Result<f64> {
+    let (_directory, path, mut queues) = create_single_core_queues()?;
     let runtime = Runtime::connect(&path)?;
     std::thread::scope(|scope| {
-        let worker = scope.spawn(|| -> anyhow::Result<()> {
-            bind_to_cpu(THIS_THREAD, CPUS[1])?;
-            let mut worker = runtime.worker(0)?;
+        let worker_thread = scope.spawn(|| -> anyhow::Result<()> {
+            bind_to_cpu(THIS_THREAD, ORCHESTRATOR_AND_WORKER_CPU[1])?;
+            let mut worker = runtime.attach_worker(0)?;
             for _ in 0..messages {
                 worker.load_feedback(0, 0, 1)?;
             }
             Ok(())
         });
-        accept(&mut queues, &worker)?;
-        let (started, mut received) = (Instant::now(), 0);
-        while received < messages {
-            received += queues.receive_messages(0, 64, |message| assert!(message.is_some())) as u64;
+        accept_worker(&mut queues, &worker_thread)?;
+        let (started, mut received_count) = (Instant::now(), 0);
+        while received_count < messages {
+            received_count += queues.receive_messages(0, 64, |message| assert!(message.is_some())) as u64;
         }
-        let rate = millions_per_second(messages, started);
-        worker.join().expect("the worker's thread")?;
-        Ok(rate)
+        let message_rate = millions_per_second(messages, started);
+        worker_thread.join().expect("the worker's thread")?;
+        Ok(message_rate)
     })
 }
 
-fn measure_hints(messages: u64) -> anyhow::Result<f64> {
-    let (_directory, path, mut queues) = create_queues()?;
+fn measure_hint_rate(messages: u64) -> anyhow::Result<f64> {
+    let (_directory, path, mut queues) = create_single_core_queues()?;
     let runtime = Runtime::connect(&path)?;
     std::thread::scope(|scope| {
-        let worker = scope.spawn(|| -> anyhow::Result<()> {
-            bind_to_cpu(THIS_THREAD, CPUS[1])?;
-            let mut worker = runtime.worker(0)?;
-            let mut received = 0;
-            while received < messages {
-                received += u64::from(worker.next_hint().is_some());
+        let worker_thread = scope.spawn(|| -> anyhow::Result<()> {
+            bind_to_cpu(THIS_THREAD, ORCHESTRATOR_AND_WORKER_CPU[1])?;
+            let mut worker = runtime.attach_worker(0)?;
+            let mut received_count = 0;
+            while received_count < messages {
+                received_count += u64::from(worker.next_hint().is_some());
             }
             Ok(())
         });
-        accept(&mut queues, &worker)?;
+        accept_worker(&mut queues, &worker_thread)?;
         let (started, hint) =
             (Instant::now(), HintMessage { service: 0, hint: LoadHint::ScaleUp, waiting_services: 0 });
-        let mut sent = 0;
-        while sent < messages {
+        let mut sent_count = 0;
+        while sent_count < messages {
             match queues.send_hint(0, hint) {
-                Ok(()) => sent += 1,
+                Ok(()) => sent_count += 1,
                 Err(RuntimeError::RingFull { .. }) => std::hint::spin_loop(),
                 Err(error) => return Err(error.into()),
             }
         }
-        worker.join().expect("the worker's thread")?;
+        worker_thread.join().expect("the worker's thread")?;
         Ok(millions_per_second(messages, started))
     })
 }

@@ -3,8 +3,8 @@
 
 use comfy_table::Table;
 use coreward_model::arrivals::Workload;
-use coreward_model::policy::{CrossRssPlus, Policy, policy_by_name};
-use coreward_model::replay::{Placer, ReplaySettings, replay};
+use coreward_model::policy::{CrossRssPlusPolicy, Policy, policy_by_name};
+use coreward_model::replay::{PlacementMethod, ReplaySettings, replay_for_variances};
 use coreward_model::statistics::median;
 
 /// Options of `coreward-lab bench placement`.
@@ -15,26 +15,41 @@ pub struct Args {
     seeds: u64,
 }
 
-fn workloads() -> [(&'static str, Workload); 4] {
-    let demo = Workload::default();
-    let mice = Workload { elephant_work_permille: 500, mouse_requests: (1, 8), mouse_interval_us: 50_000, ..demo };
+fn compared_workloads() -> [(&'static str, Workload); 4] {
+    let default_workload = Workload::default();
+    let more_mice = Workload {
+        elephant_work_permille: 500,
+        mouse_request_count_range: (1, 8),
+        mouse_request_interval_us: 50_000,
+        ..default_workload
+    };
     let long_lived = Workload {
         elephant_work_permille: 700,
         elephant_rate_permille: 60,
-        elephant_life_us: (2_000_000, 20_000_000),
-        mouse_requests: (1, 4),
-        mouse_interval_us: 30_000,
-        ..demo
+        elephant_lifetime_range_us: (2_000_000, 20_000_000),
+        mouse_request_count_range: (1, 4),
+        mouse_request_interval_us: 30_000,
+        ..default_workload
     };
-    let short_requests = Workload { service_us: 2_000, mouse_requests: (1, 10), mouse_interval_us: 20_000, ..demo };
-    [("demo", demo), ("more mice", mice), ("long-lived", long_lived), ("short requests", short_requests)]
+    let short_requests = Workload {
+        service_us: 2_000,
+        mouse_request_count_range: (1, 10),
+        mouse_request_interval_us: 20_000,
+        ..default_workload
+    };
+    [
+        ("demo", default_workload),
+        ("more mice", more_mice),
+        ("long-lived", long_lived),
+        ("short requests", short_requests),
+    ]
 }
 
-/// Name of a table row, and the function that makes its policy from a seed; `None` stands for the oracle.
-type Row = (String, Box<dyn Fn(u64) -> Option<Box<dyn Policy>>>);
+/// Name of a table row, and the function that makes its policy from a seed; `None`: the oracle.
+type PolicyRow = (String, Box<dyn Fn(u64) -> Option<Box<dyn Policy>>>);
 
-fn rows() -> Vec<Row> {
-    let mut rows: Vec<Row> = Vec::new();
+fn policy_rows() -> Vec<PolicyRow> {
+    let mut rows: Vec<PolicyRow> = Vec::new();
     for name in ["hash", "rr", "pow2", "crossrss", "crossrss-plus"] {
         rows.push((
             name.to_string(),
@@ -42,33 +57,41 @@ fn rows() -> Vec<Row> {
         ));
     }
     for share in [0.1, 0.25, 0.5, 1.0, 2.0] {
-        let make = move |seed| Some(Box::new(CrossRssPlus::with_share(seed, share)) as Box<dyn Policy>);
-        rows.push((format!("crossrss-plus, counting {share}"), Box::new(make)));
+        let make_policy = move |seed| Some(Box::new(CrossRssPlusPolicy::with_share(seed, share)) as Box<dyn Policy>);
+        rows.push((format!("crossrss-plus, counting {share}"), Box::new(make_policy)));
     }
     rows.push(("noise floor (perfect placement)".to_string(), Box::new(|_| None)));
     rows
 }
 
 /// Prints a table of per-core and per-server load variance (%), as medians over the seeds.
-pub fn run(args: &Args) {
+pub fn print_variance_table(args: &Args) {
     let mut table = Table::new();
     table.load_style(comfy_table::presets::ASCII_MARKDOWN);
-    let header = workloads().map(|(name, _)| name.to_string());
-    table.set_header(std::iter::once("core variance % / server variance %".to_string()).chain(header));
-    for (name, policy) in rows() {
-        let cells = workloads().map(|(_, workload)| {
-            let all: Vec<_> = (1..=args.seeds)
+    let workload_names = compared_workloads().map(|(name, _)| name.to_string());
+    table.set_header(std::iter::once("core variance % / server variance %".to_string()).chain(workload_names));
+    for (name, policy) in policy_rows() {
+        let variance_cells = compared_workloads().map(|(_, workload)| {
+            let variances: Vec<_> = (1..=args.seeds)
                 .map(|seed| {
                     let mut policy = policy(seed);
-                    let placer = policy.as_mut().map_or(Placer::Oracle, |policy| Placer::Policy(policy.as_mut()));
-                    replay(&workload.generate(seed), ReplaySettings { seed, ..ReplaySettings::default() }, placer)
+                    let placer = policy
+                        .as_mut()
+                        .map_or(PlacementMethod::Oracle, |policy| PlacementMethod::Policy(policy.as_mut()));
+                    replay_for_variances(
+                        &workload.generate(seed),
+                        ReplaySettings { seed, ..ReplaySettings::default() },
+                        placer,
+                    )
                 })
                 .collect();
-            let core = median(&all.iter().map(|v| v.core_pct).collect::<Vec<_>>()).unwrap_or_default();
-            let server = median(&all.iter().map(|v| v.server_pct).collect::<Vec<_>>()).unwrap_or_default();
-            format!("{core:.2} / {server:.2}")
+            let core_variance_pct =
+                median(&variances.iter().map(|v| v.core_pct).collect::<Vec<_>>()).unwrap_or_default();
+            let server_variance_pct =
+                median(&variances.iter().map(|v| v.server_pct).collect::<Vec<_>>()).unwrap_or_default();
+            format!("{core_variance_pct:.2} / {server_variance_pct:.2}")
         });
-        table.add_row(std::iter::once(name).chain(cells));
+        table.add_row(std::iter::once(name).chain(variance_cells));
     }
     println!("{table}");
 }

@@ -51,7 +51,7 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
     ensure!(args.racks <= args.agents, "{} racks: expected at most one per agent", args.racks);
     let args = args.clone();
     let (agents, scale) = (args.agents, args.scale.clone());
-    test_env::measure("racks", agents, &scale, async move |controller, interval| {
+    test_env::measure_at_scale("racks", agents, &scale, async move |controller, interval| {
         measure(&args, controller, interval).await
     })
 }
@@ -182,15 +182,15 @@ fn wrap_agent_message(agent: u32, message: agent_message::Message) -> v1::FromAg
     v1::FromAgent { stream: agent.into(), message: Some(v1::AgentMessage { message: Some(message) }) }
 }
 
-fn report(args: &Args, windows: &[WindowResult], costs_us: Vec<f64>, bytes: Vec<f64>) -> Report {
+fn report(args: &Args, windows: &[WindowResult], rack_cpu_us: Vec<f64>, summary_bytes: Vec<f64>) -> Report {
     let mut table = Table::new(&["", "median", "least", "most"]);
     add_window_rows(&mut table, "summaries", windows);
-    table.add_summary_row("a summary, bytes", bytes, []);
-    table.add_summary_row("CPU of a rack for the reports and the summary of one interval, us", costs_us, []);
+    table.add_summary_row("a summary, bytes", summary_bytes, []);
+    table.add_summary_row("CPU of a rack for the reports and the summary of one interval, us", rack_cpu_us, []);
     Report {
         name: "racks",
-        title: "The controller behind racks",
-        about: format!(
+        heading: "The controller behind racks",
+        method: format!(
             "{} racks send {} candidates per bucket of {} servers of {} cores every 100 ms, each by a gRPC stream \
              of its own (loopback{}), and every server's whole report as often as the controller requests it, to a \
              controller that has CPU 0; racks and a load balancer, which puts the tables of {} services in force and \

@@ -10,13 +10,13 @@ use serde_json::json;
 pub enum Cell {
     Text(String),
     /// Measured value, which is printed with one decimal.
-    Number(f64),
+    Decimal(f64),
     Count(u64),
 }
 
 impl From<f64> for Cell {
     fn from(number: f64) -> Self {
-        Cell::Number(number)
+        Cell::Decimal(number)
     }
 }
 
@@ -48,18 +48,18 @@ impl fmt::Display for Cell {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Cell::Text(text) => f.write_str(text),
-            Cell::Number(number) => write!(f, "{number:.1}"),
+            Cell::Decimal(number) => write!(f, "{number:.1}"),
             Cell::Count(count) => count.fmt(f),
         }
     }
 }
 
 /// Returns the median, minimum and maximum of `values`; NaN if there are none.
-pub fn summarize(values: impl IntoIterator<Item = f64>) -> [f64; 3] {
+pub fn median_min_max(values: impl IntoIterator<Item = f64>) -> [f64; 3] {
     let mut values: Vec<f64> = values.into_iter().collect();
     values.sort_by(f64::total_cmp);
-    let ends = [values.first(), values.last()].map(Option::<&f64>::copied);
-    [median(&values), ends[0], ends[1]].map(|value| value.unwrap_or(f64::NAN))
+    let min_max = [values.first(), values.last()].map(Option::<&f64>::copied);
+    [median(&values), min_max[0], min_max[1]].map(|value| value.unwrap_or(f64::NAN))
 }
 
 /// Limit that a measured value should not exceed, or should reach.
@@ -80,13 +80,13 @@ impl Goal {
 
 impl fmt::Display for Goal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (sign, bound) = match self {
+        let (comparison, limit) = match self {
             Goal::AtMost(bound) => ("<=", *bound),
             Goal::AtLeast(bound) => (">=", *bound),
         };
         // Ratios are shown with two decimals.
-        let digits = if bound < 2.0 { 2 } else { 1 };
-        write!(f, "{sign} {bound:.digits$}")
+        let decimal_count = if limit < 2.0 { 2 } else { 1 };
+        write!(f, "{comparison} {limit:.decimal_count$}")
     }
 }
 
@@ -99,20 +99,20 @@ pub fn goal_cells(goal: Option<Goal>, value: f64) -> [Cell; 2] {
 /// Table of a report, with named columns.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Table {
-    head: Vec<String>,
+    column_names: Vec<String>,
     rows: Vec<Vec<Cell>>,
 }
 
 impl Table {
     /// Returns a table with these column names and no rows.
     pub fn new(head: &[&str]) -> Self {
-        Self { head: head.iter().map(|name| name.to_string()).collect(), rows: Vec::new() }
+        Self { column_names: head.iter().map(|name| name.to_string()).collect(), rows: Vec::new() }
     }
 
     /// Adds a row to the table. Panics if the number of cells differs from the number of columns.
     pub fn add_row(&mut self, cells: impl IntoIterator<Item = Cell>) {
         let cells: Vec<Cell> = cells.into_iter().collect();
-        assert_eq!(cells.len(), self.head.len(), "a row as long as the head {:?}", self.head);
+        assert_eq!(cells.len(), self.column_names.len(), "a row as long as the head {:?}", self.column_names);
         self.rows.push(cells);
     }
 
@@ -123,25 +123,25 @@ impl Table {
         values: impl IntoIterator<Item = f64>,
         more: impl IntoIterator<Item = Cell>,
     ) {
-        self.add_row([name.into()].into_iter().chain(summarize(values).map(Cell::Number)).chain(more));
+        self.add_row([name.into()].into_iter().chain(median_min_max(values).map(Cell::Decimal)).chain(more));
     }
 
-    fn json(&self) -> serde_json::Value {
-        let value = |cell: &Cell| match cell {
+    fn to_json(&self) -> serde_json::Value {
+        let cell_value = |cell: &Cell| match cell {
             Cell::Text(text) => json!(text),
-            Cell::Number(number) => json!(number),
+            Cell::Decimal(number) => json!(number),
             Cell::Count(count) => json!(count),
         };
-        let row = |cells: &Vec<Cell>| -> serde_json::Map<String, serde_json::Value> {
-            self.head.iter().cloned().zip(cells.iter().map(value)).collect()
+        let row_object = |cells: &Vec<Cell>| -> serde_json::Map<String, serde_json::Value> {
+            self.column_names.iter().cloned().zip(cells.iter().map(cell_value)).collect()
         };
-        self.rows.iter().map(row).collect()
+        self.rows.iter().map(row_object).collect()
     }
 
     /// Returns the table as Markdown that is readable as text. The first column is aligned left, the others right.
-    fn markdown(&self) -> comfy_table::Table {
+    fn to_markdown(&self) -> comfy_table::Table {
         let mut table = comfy_table::Table::new();
-        table.load_style(comfy_table::presets::ASCII_MARKDOWN).set_header(&self.head);
+        table.load_style(comfy_table::presets::ASCII_MARKDOWN).set_header(&self.column_names);
         table.add_rows(self.rows.iter().map(|row| row.iter().map(Cell::to_string).collect::<Vec<_>>()));
         for column in table.column_iter_mut().skip(1) {
             column.set_cell_alignment(comfy_table::CellAlignment::Right);
@@ -154,38 +154,38 @@ impl Table {
 pub struct Report {
     /// Name of the bench's subcommand.
     pub name: &'static str,
-    pub title: &'static str,
+    pub heading: &'static str,
     /// Description of the measured values and of the method.
-    pub about: String,
+    pub method: String,
     pub tables: Vec<Table>,
 }
 
 impl Report {
     /// Returns the bench's name, the description and all tables as JSON.
-    pub fn json(&self) -> serde_json::Value {
-        let tables: Vec<_> = self.tables.iter().map(Table::json).collect();
-        json!({ "bench": self.name, "about": self.about, "tables": tables })
+    pub fn to_json(&self) -> serde_json::Value {
+        let tables: Vec<_> = self.tables.iter().map(Table::to_json).collect();
+        json!({ "bench": self.name, "about": self.method, "tables": tables })
     }
 }
 
 /// Writes the report as a section of a Markdown page.
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "## {}\n\n{}\n", self.title, wrapped(&self.about))?;
-        self.tables.iter().try_for_each(|table| writeln!(f, "\n{}", table.markdown()))
+        write!(f, "## {}\n\n{}\n", self.heading, wrap_text(&self.method))?;
+        self.tables.iter().try_for_each(|table| writeln!(f, "\n{}", table.to_markdown()))
     }
 }
 
 /// Returns the text with line breaks between words, so that no line has more than 120 characters.
-pub fn wrapped(text: &str) -> String {
+pub fn wrap_text(text: &str) -> String {
     let mut lines: Vec<String> = vec![String::new()];
     for word in text.split_whitespace() {
-        let last = lines.last_mut().expect("never empty");
-        if last.is_empty() {
-            last.push_str(word);
-        } else if last.chars().count() + 1 + word.chars().count() <= 120 {
-            last.push(' ');
-            last.push_str(word);
+        let last_line = lines.last_mut().expect("never empty");
+        if last_line.is_empty() {
+            last_line.push_str(word);
+        } else if last_line.chars().count() + 1 + word.chars().count() <= 120 {
+            last_line.push(' ');
+            last_line.push_str(word);
         } else {
             lines.push(word.to_string());
         }
@@ -198,31 +198,31 @@ mod tests {
     use super::*;
 
     #[test]
-    fn report_is_printed_as_markdown_and_json() {
+    fn report_is_formatted_as_markdown_and_as_json() {
         let mut table = Table::new(&["what", "ns"]);
         table.add_row(["first".into(), 12.34.into()]);
         table.add_row(["second one".into(), 5u32.into()]);
-        let report = Report { name: "xdp", title: "Cost", about: "how it was".to_string(), tables: vec![table] };
-        let expected = "## Cost\n\nhow it was\n\n\
+        let report = Report { name: "xdp", heading: "Cost", method: "how it was".to_string(), tables: vec![table] };
+        let expected_markdown = "## Cost\n\nhow it was\n\n\
                         | what       |   ns |\n|------------|------|\n| first      | 12.3 |\n| second one |    5 |\n";
-        assert_eq!(report.to_string(), expected);
-        assert_eq!(report.json()["tables"][0][0]["ns"], 12.34);
+        assert_eq!(report.to_string(), expected_markdown);
+        assert_eq!(report.to_json()["tables"][0][0]["ns"], 12.34);
     }
 
     #[test]
-    fn goal_is_compared_with_the_value() {
-        let verdicts = |goal| [1.0, 2.0, 3.0].map(|value| goal_cells(Some(goal), value)[1].to_string());
-        assert_eq!(verdicts(Goal::AtMost(2.0)), ["met", "met", "missed"]);
-        assert_eq!(verdicts(Goal::AtLeast(2.0)), ["missed", "met", "met"]);
+    fn goal_is_met_on_the_right_side_of_its_limit_or_at_it() {
+        let verdicts_for_1_2_3 = |goal| [1.0, 2.0, 3.0].map(|value| goal_cells(Some(goal), value)[1].to_string());
+        assert_eq!(verdicts_for_1_2_3(Goal::AtMost(2.0)), ["met", "met", "missed"]);
+        assert_eq!(verdicts_for_1_2_3(Goal::AtLeast(2.0)), ["missed", "met", "met"]);
         assert_eq!(goal_cells(Some(Goal::AtLeast(0.875)), 0.9)[0].to_string(), ">= 0.88");
         assert_eq!(goal_cells(None, 1.0), ["".into(), "".into()]);
     }
 
     #[test]
-    fn lines_are_wrapped_between_words() {
+    fn text_is_wrapped_between_words_at_120_characters() {
         let text = "word ".repeat(50);
-        let wrapped = wrapped(&text);
-        assert!(wrapped.lines().all(|line| line.len() <= 120) && wrapped.lines().count() == 3);
-        assert_eq!(wrapped.split_whitespace().count(), 50);
+        let wrapped_text = wrap_text(&text);
+        assert!(wrapped_text.lines().all(|line| line.len() <= 120) && wrapped_text.lines().count() == 3);
+        assert_eq!(wrapped_text.split_whitespace().count(), 50);
     }
 }

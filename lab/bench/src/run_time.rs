@@ -6,21 +6,21 @@ use anyhow::ensure;
 use libbpf_rs::libbpf_sys;
 
 /// Makes the kernel measure the run times of BPF programs until the returned descriptor is closed. Fails without root.
-pub fn enable_statistics() -> anyhow::Result<OwnedFd> {
+pub fn enable_run_time_statistics() -> anyhow::Result<OwnedFd> {
     // SAFETY: takes no pointers.
-    let result = unsafe { libbpf_sys::bpf_enable_stats(libbpf_sys::BPF_STATS_RUN_TIME) };
-    ensure!(result >= 0, "BPF_ENABLE_STATS: {}", std::io::Error::from_raw_os_error(-result));
+    let descriptor_or_error = unsafe { libbpf_sys::bpf_enable_stats(libbpf_sys::BPF_STATS_RUN_TIME) };
+    ensure!(descriptor_or_error >= 0, "BPF_ENABLE_STATS: {}", std::io::Error::from_raw_os_error(-descriptor_or_error));
     // SAFETY: a new descriptor, owned by nothing else.
-    Ok(unsafe { OwnedFd::from_raw_fd(result) })
+    Ok(unsafe { OwnedFd::from_raw_fd(descriptor_or_error) })
 }
 
 /// Returns the total run time (ns) of a BPF program, and how often it ran.
-pub fn run_time(program: BorrowedFd<'_>) -> anyhow::Result<(u64, u64)> {
+pub fn run_ns_and_count(program: BorrowedFd<'_>) -> anyhow::Result<(u64, u64)> {
     let mut info = libbpf_sys::bpf_prog_info::default();
-    let mut length = size_of_val(&info) as u32;
+    let mut info_bytes = size_of_val(&info) as u32;
     // SAFETY: the pointer is of a struct of that length, which lives until the call returns.
     let result =
-        unsafe { libbpf_sys::bpf_obj_get_info_by_fd(program.as_raw_fd(), (&raw mut info).cast(), &raw mut length) };
+        unsafe { libbpf_sys::bpf_obj_get_info_by_fd(program.as_raw_fd(), (&raw mut info).cast(), &raw mut info_bytes) };
     ensure!(result == 0, "BPF_OBJ_GET_INFO_BY_FD: {}", std::io::Error::from_raw_os_error(-result));
     Ok((info.run_time_ns, info.run_cnt))
 }

@@ -31,7 +31,7 @@ const SETTLE_TIME: Duration = Duration::from_millis(200);
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     let args = args.clone();
     let (agents, scale) = (args.agents, args.scale.clone());
-    test_env::measure("scale", agents, &scale, async move |controller, interval| {
+    test_env::measure_at_scale("scale", agents, &scale, async move |controller, interval| {
         measure(&args, controller, interval).await
     })
 }
@@ -119,61 +119,65 @@ fn scrape(address: SocketAddr) -> anyhow::Result<String> {
 }
 
 /// Returns the buckets of the histogram `name` on a metrics page: upper bounds and cumulative counts.
-fn histogram_buckets(page: &str, name: &str) -> Vec<(f64, f64)> {
+fn cumulative_buckets(metrics_page: &str, name: &str) -> Vec<(f64, f64)> {
     let prefix = format!("{name}_bucket{{");
-    let class = |line: &str| {
+    let parse_bucket = |line: &str| {
         let (labels, count) = line.strip_prefix(&prefix)?.split_once("} ")?;
-        let bound = labels.split("le=\"").nth(1)?.split('"').next()?;
-        Some((bound.parse().unwrap_or(f64::INFINITY), count.parse().ok()?))
+        let upper_bound = labels.split("le=\"").nth(1)?.split('"').next()?;
+        Some((upper_bound.parse().unwrap_or(f64::INFINITY), count.parse().ok()?))
     };
-    page.lines().filter_map(class).collect()
+    metrics_page.lines().filter_map(parse_bucket).collect()
 }
 
 /// Returns the cumulative distribution of the values observed between two metrics pages: upper bounds and shares.
-fn shares(before: &str, after: &str, name: &str) -> Vec<(f64, f64)> {
-    let (before, after) = (histogram_buckets(before, name), histogram_buckets(after, name));
-    let new: Vec<(f64, f64)> = after.iter().zip(&before).map(|(new, old)| (new.0, new.1 - old.1)).collect();
-    let all = new.last().map_or(0.0, |(_, count)| *count);
-    new.into_iter().map(|(bound, count)| (bound, count / all)).collect()
+fn shares(metrics_before: &str, metrics_after: &str, name: &str) -> Vec<(f64, f64)> {
+    let (before, after) = (cumulative_buckets(metrics_before, name), cumulative_buckets(metrics_after, name));
+    let new_buckets: Vec<(f64, f64)> = after.iter().zip(&before).map(|(new, old)| (new.0, new.1 - old.1)).collect();
+    let new_value_count = new_buckets.last().map_or(0.0, |(_, count)| *count);
+    new_buckets.into_iter().map(|(bound, count)| (bound, count / new_value_count)).collect()
 }
 
-/// Returns the quantile `part` (0 to 1) of a distribution in seconds, interpolated within its bucket, in ms.
-fn quantile_ms(shares: &[(f64, f64)], part: f64) -> f64 {
-    let mut lower = (0.0, 0.0);
+/// Returns the quantile `quantile` (0 to 1) of a distribution in seconds, interpolated within its bucket, in ms.
+fn quantile_ms(shares: &[(f64, f64)], quantile: f64) -> f64 {
+    let mut lower_bound_and_share = (0.0, 0.0);
     for (bound, share) in shares {
-        if *share >= part {
-            let within = (part - lower.1) / (share - lower.1);
-            let upper = if bound.is_finite() { *bound } else { lower.0 };
-            return (lower.0 + (upper - lower.0) * within) * 1e3;
+        if *share >= quantile {
+            let fraction_of_bucket = (quantile - lower_bound_and_share.1) / (share - lower_bound_and_share.1);
+            let upper = if bound.is_finite() { *bound } else { lower_bound_and_share.0 };
+            return (lower_bound_and_share.0 + (upper - lower_bound_and_share.0) * fraction_of_bucket) * 1e3;
         }
-        lower = (*bound, *share);
+        lower_bound_and_share = (*bound, *share);
     }
     f64::NAN
 }
 
-/// Returns the percentage of values up to `seconds`, rounded up to the next bucket bound.
-fn percent_within(shares: &[(f64, f64)], seconds: f64) -> f64 {
-    shares.iter().find(|(bound, _)| *bound >= seconds).map_or(f64::NAN, |(_, share)| share * 100.0)
+/// Returns the percentage of values up to `limit_seconds`, rounded up to the next bucket bound.
+fn percent_at_most(shares: &[(f64, f64)], limit_seconds: f64) -> f64 {
+    shares.iter().find(|(bound, _)| *bound >= limit_seconds).map_or(f64::NAN, |(_, share)| share * 100.0)
 }
 
 /// Adds rows with the results of all windows. `messages` names the kind of message whose rate of sending was counted.
 pub fn add_window_rows(table: &mut Table, messages: &str, windows: &[WindowResult]) {
-    let mut row =
+    let mut add_result_row =
         |what: &str, of: &dyn Fn(&WindowResult) -> f64| table.add_summary_row(what, windows.iter().map(of), []);
-    row(&format!("{messages} sent per second"), &|window| window.sent_per_second);
-    row("reports taken per second", &|window| window.accepted_per_second);
-    row("CPU of the controller, % of one", &|window| window.cpu_pct);
-    row("tables made per second", &|window| window.tables_per_second);
-    row("resident memory, MiB", &|window| window.resident_mib);
-    row("  at most so far", &|window| window.max_mib);
-    row("report to table, p50, ms", &|window| quantile_ms(&window.report_to_table_shares, 0.5));
-    row("  p99", &|window| quantile_ms(&window.report_to_table_shares, 0.99));
-    row("report received to table in the kernel, p50, ms", &|window| quantile_ms(&window.report_to_kernel_shares, 0.5));
-    row("  p99", &|window| quantile_ms(&window.report_to_kernel_shares, 0.99));
-    row("  within 10 ms, %", &|window| percent_within(&window.report_to_kernel_shares, 0.01));
-    row("report sent to table in the kernel, p50, ms", &|window| quantile_ms(&window.sent_to_kernel_shares, 0.5));
-    row("  p99", &|window| quantile_ms(&window.sent_to_kernel_shares, 0.99));
-    row("  within 10 ms, %", &|window| percent_within(&window.sent_to_kernel_shares, 0.01));
+    add_result_row(&format!("{messages} sent per second"), &|window| window.sent_per_second);
+    add_result_row("reports taken per second", &|window| window.accepted_per_second);
+    add_result_row("CPU of the controller, % of one", &|window| window.cpu_pct);
+    add_result_row("tables made per second", &|window| window.tables_per_second);
+    add_result_row("resident memory, MiB", &|window| window.resident_mib);
+    add_result_row("  at most so far", &|window| window.max_mib);
+    add_result_row("report to table, p50, ms", &|window| quantile_ms(&window.report_to_table_shares, 0.5));
+    add_result_row("  p99", &|window| quantile_ms(&window.report_to_table_shares, 0.99));
+    add_result_row("report received to table in the kernel, p50, ms", &|window| {
+        quantile_ms(&window.report_to_kernel_shares, 0.5)
+    });
+    add_result_row("  p99", &|window| quantile_ms(&window.report_to_kernel_shares, 0.99));
+    add_result_row("  within 10 ms, %", &|window| percent_at_most(&window.report_to_kernel_shares, 0.01));
+    add_result_row("report sent to table in the kernel, p50, ms", &|window| {
+        quantile_ms(&window.sent_to_kernel_shares, 0.5)
+    });
+    add_result_row("  p99", &|window| quantile_ms(&window.sent_to_kernel_shares, 0.99));
+    add_result_row("  within 10 ms, %", &|window| percent_at_most(&window.sent_to_kernel_shares, 0.01));
 }
 
 fn report(args: &Args, windows: &[WindowResult]) -> Report {
@@ -181,8 +185,8 @@ fn report(args: &Args, windows: &[WindowResult]) -> Report {
     add_window_rows(&mut table, "reports", windows);
     Report {
         name: "scale",
-        title: "A controller at its limit",
-        about: format!(
+        heading: "A controller at its limit",
+        method: format!(
             "{} agents of {} cores report every 100 ms, each by a gRPC stream over a TCP connection of its own \
              (loopback{}), to a controller that has CPU 0; agents and a load balancer, which puts the tables of {} \
              services in force and reports it for each, share CPU 1, of which the agents have what the other leaves \

@@ -10,8 +10,8 @@ use coreward_sim::trace::TraceSource;
 use coreward_sim::trace::capture::{ReadOptions, writer};
 use coreward_sim::{lb, rpc};
 
-use crate::default_args::default_args;
-use crate::report::{Cell, Goal, Report, Table, goal_cells, summarize};
+use crate::default_args::parse_default_args;
+use crate::report::{Cell, Goal, Report, Table, goal_cells, median_min_max};
 
 /// Options of `coreward-lab bench sim`.
 #[derive(Debug, Clone, clap::Args)]
@@ -29,12 +29,12 @@ pub struct Args {
 
 impl Default for Args {
     fn default() -> Self {
-        default_args()
+        parse_default_args()
     }
 }
 
 /// Configuration of one simulation whose speed is measured, and its measured rates.
-struct Case {
+struct SimulationCase {
     name: String,
     config: rpc::Config,
     millions_per_second: Vec<f64>,
@@ -42,71 +42,72 @@ struct Case {
 
 /// Runs the bench of the simulator. Fails when a simulation rejects its configuration.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
-    let mut cases = cases(args.requests)?;
+    let mut cases = simulation_cases(args.requests)?;
     for _ in 0..args.rounds {
         for case in &mut cases {
             let start = Instant::now();
-            let outcome = rpc::run(&case.config)?;
-            ensure!(outcome.requests == case.config.requests, "{}: requests were lost", case.name);
-            case.millions_per_second.push(outcome.requests as f64 / 1e6 / start.elapsed().as_secs_f64());
+            let simulation_result = rpc::run(&case.config)?;
+            ensure!(simulation_result.requests == case.config.requests, "{}: requests were lost", case.name);
+            case.millions_per_second.push(simulation_result.requests as f64 / 1e6 / start.elapsed().as_secs_f64());
         }
     }
     let mut table = Table::new(&["requests at cores", "million requests/s", "least", "most", "goal", "verdict"]);
     for (number, case) in cases.iter().enumerate() {
         let goal = (number == 0).then_some(Goal::AtLeast(8.0));
-        table.add_row(std::iter::once(case.name.clone().into()).chain(rates(&case.millions_per_second, goal)));
+        table.add_row(std::iter::once(case.name.clone().into()).chain(rate_cells(&case.millions_per_second, goal)));
     }
     Ok(Report {
         name: "sim",
-        title: "The simulator",
-        about: format!(
+        heading: "The simulator",
+        method: format!(
             "`coreward-lab sim rpc` on one CPU, load 0.8: {} requests per case, {} rounds, interleaved; medians. \
-             `coreward-lab sim lb` on both CPUs: a capture of {} s of campus traffic, {SNAP_LENGTH} bytes of each \
+             `coreward-lab sim lb` on both CPUs: a capture of {} s of campus traffic, {CAPTURED_BYTES_PER_PACKET} \
+             bytes of each \
              packet, from the page cache.",
             args.requests, args.rounds, args.capture_seconds
         ),
-        tables: vec![table, captures(args)?],
+        tables: vec![table, measure_captures(args)?],
     })
 }
 
 /// Returns cells with the median, minimum and maximum of the rates, the goal, and whether the median meets it.
-fn rates(millions_per_second: &[f64], goal: Option<Goal>) -> [Cell; 5] {
-    let [middle, least, most] = summarize(millions_per_second.iter().copied());
+fn rate_cells(millions_per_second: &[f64], goal: Option<Goal>) -> [Cell; 5] {
+    let [middle, least, most] = median_min_max(millions_per_second.iter().copied());
     let [goal, verdict] = goal_cells(goal, middle);
     [middle.into(), least.into(), most.into(), goal, verdict]
 }
 
 /// Number of bytes captured of each packet: enough for all headers up to the ports.
-const SNAP_LENGTH: usize = 96;
+const CAPTURED_BYTES_PER_PACKET: usize = 96;
 
-fn captures(args: &Args) -> anyhow::Result<Table> {
+fn measure_captures(args: &Args) -> anyhow::Result<Table> {
     let directory = tempfile::tempdir().context("a directory for the capture")?;
-    let path = directory.path().join("campus.pcap");
-    write_capture(&path, args.capture_seconds)?;
-    let cases: [(&str, &[&str]); 3] = [
+    let capture_path = directory.path().join("campus.pcap");
+    write_capture(&capture_path, args.capture_seconds)?;
+    let policy_sets: [(&str, &[&str]); 3] = [
         ("hash", &["hash"]),
         ("crossrss-plus", &["crossrss-plus"]),
         ("hash, rr, pow2, crossrss, crossrss-plus", &["hash", "rr", "pow2", "crossrss", "crossrss-plus"]),
     ];
-    let mut millions_per_second = vec![Vec::new(); cases.len()];
+    let mut millions_per_second = vec![Vec::new(); policy_sets.len()];
     for _ in 0..args.rounds {
-        for ((_, policies), rates) in cases.iter().zip(&mut millions_per_second) {
+        for ((_, policies), set_rates) in policy_sets.iter().zip(&mut millions_per_second) {
             let config = lb::Config {
-                trace: path.to_str().context("a path in UTF-8")?.parse()?,
+                trace: capture_path.to_str().context("a path in UTF-8")?.parse()?,
                 policies: policies.iter().map(|name| (*name).to_owned()).collect(),
                 seeds: vec![1],
                 ..lb::Config::default()
             };
             let start = Instant::now();
-            let outcome = lb::run(&config)?;
-            rates.push(outcome.packets as f64 / 1e6 / start.elapsed().as_secs_f64());
+            let simulation_result = lb::run(&config)?;
+            set_rates.push(simulation_result.packets as f64 / 1e6 / start.elapsed().as_secs_f64());
         }
     }
-    let head = ["packets of a capture, by policy", "million packets/s", "least", "most", "goal", "verdict"];
-    let mut table = Table::new(&head);
-    for ((name, policies), millions_per_second) in cases.iter().zip(&millions_per_second) {
+    let column_names = ["packets of a capture, by policy", "million packets/s", "least", "most", "goal", "verdict"];
+    let mut table = Table::new(&column_names);
+    for ((name, policies), millions_per_second) in policy_sets.iter().zip(&millions_per_second) {
         let goal = (policies.len() == 1).then_some(Goal::AtLeast(20.0));
-        table.add_row(std::iter::once((*name).into()).chain(rates(millions_per_second, goal)));
+        table.add_row(std::iter::once((*name).into()).chain(rate_cells(millions_per_second, goal)));
     }
     Ok(table)
 }
@@ -114,13 +115,13 @@ fn captures(args: &Args) -> anyhow::Result<Table> {
 /// Writes a capture file of campus traffic, which then remains in the page cache.
 fn write_capture(path: &Path, seconds: u32) -> anyhow::Result<()> {
     let mut trace = format!("campus:seconds={seconds}").parse::<TraceSource>()?.open(1, ReadOptions::default())?;
-    let out = File::create(path).with_context(|| path.display().to_string())?;
-    writer::write(trace.as_mut(), SNAP_LENGTH, BufWriter::with_capacity(1 << 20, out))?;
+    let capture_file = File::create(path).with_context(|| path.display().to_string())?;
+    writer::write(trace.as_mut(), CAPTURED_BYTES_PER_PACKET, BufWriter::with_capacity(1 << 20, capture_file))?;
     Ok(())
 }
 
-fn cases(requests: u64) -> anyhow::Result<Vec<Case>> {
-    let case = |name: &str, policy: &str, cores: u16, service: &str, latency: f64| {
+fn simulation_cases(requests: u64) -> anyhow::Result<Vec<SimulationCase>> {
+    let new_case = |name: &str, policy: &str, cores: u16, service: &str, latency: f64| {
         let config = rpc::Config {
             policy: policy.parse()?,
             cores,
@@ -129,21 +130,21 @@ fn cases(requests: u64) -> anyhow::Result<Vec<Case>> {
             requests,
             ..rpc::Config::default()
         };
-        Ok(Case { name: name.to_owned(), config, millions_per_second: Vec::new() })
+        Ok(SimulationCase { name: name.to_owned(), config, millions_per_second: Vec::new() })
     };
-    let bimodal = "bimodal:0.1:5";
+    let bimodal_service_times = "bimodal:0.1:5";
     [
         ("JSQ, 16 cores, exponential", "jsq", 16, "exp", 0.0),
-        ("JSQ, 16 cores, bimodal, latency", "jsq", 16, bimodal, 0.35),
-        ("the same, 4 cores", "jsq", 4, bimodal, 0.35),
-        ("the same, 64 cores", "jsq", 64, bimodal, 0.35),
-        ("the same, 256 cores", "jsq", 256, bimodal, 0.35),
-        ("the same, 1024 cores", "jsq", 1024, bimodal, 0.35),
-        ("JLQ, 16 cores", "jlq", 16, bimodal, 0.35),
-        ("JBSRQ, 16 cores", "jbsrq", 16, bimodal, 0.35),
-        ("processor sharing, 16 cores", "ps", 16, bimodal, 0.0),
+        ("JSQ, 16 cores, bimodal, latency", "jsq", 16, bimodal_service_times, 0.35),
+        ("the same, 4 cores", "jsq", 4, bimodal_service_times, 0.35),
+        ("the same, 64 cores", "jsq", 64, bimodal_service_times, 0.35),
+        ("the same, 256 cores", "jsq", 256, bimodal_service_times, 0.35),
+        ("the same, 1024 cores", "jsq", 1024, bimodal_service_times, 0.35),
+        ("JLQ, 16 cores", "jlq", 16, bimodal_service_times, 0.35),
+        ("JBSRQ, 16 cores", "jbsrq", 16, bimodal_service_times, 0.35),
+        ("processor sharing, 16 cores", "ps", 16, bimodal_service_times, 0.0),
     ]
     .into_iter()
-    .map(|(name, policy, cores, service, latency)| case(name, policy, cores, service, latency))
+    .map(|(name, policy, cores, service, latency)| new_case(name, policy, cores, service, latency))
     .collect()
 }

@@ -16,12 +16,12 @@ use nix::net::if_::if_nametoindex;
 use nix::sys::socket::{MsgFlags, recv};
 
 use crate::agent::PinDirectory;
-use crate::controller::{self, fleet, vip};
+use crate::controller::{self, fleet_document, vip};
 use crate::controller_process::{Controller, ScratchDirectory};
 use crate::fake_agent;
 use crate::namespace;
 use crate::report::{Report, Table};
-use crate::test_env::{Balancer, make_network};
+use crate::test_env::{LoadBalancerProcess, make_veth_network};
 
 /// Options of `coreward-lab bench start`.
 #[derive(Debug, Clone, clap::Args)]
@@ -50,80 +50,86 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
 }
 
 fn measure(args: &Args) -> anyhow::Result<Report> {
-    make_network()?;
+    make_veth_network()?;
     let (scratch, pins) = (ScratchDirectory::new()?, PinDirectory::new()?);
-    let of_fleet = controller::Args { agents: args.servers, services: args.services, ..controller::Args::default() };
+    let fleet_args = controller::Args { agents: args.servers, services: args.services, ..controller::Args::default() };
     let mut controller = Controller::start_without_fleet(&scratch.0)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let mut document = fleet(&of_fleet);
-    let applied = runtime.block_on(apply(&mut controller, &document, 0))?;
-    let mut starts = Vec::new();
+    let mut fleet_document = fleet_document(&fleet_args);
+    let first_generation = runtime.block_on(apply_fleet_document(&mut controller, &fleet_document, 0))?;
+    let mut start_times = Vec::new();
     for _ in 0..args.starts {
         let _ = std::fs::remove_dir_all(pins.0.join("lb1"));
-        let began = Instant::now();
-        let balancer = Balancer::start(&controller, &scratch, &pins)?;
-        starts.push(wait_for_forwarding(args.services, began)?);
+        let start = Instant::now();
+        let balancer = LoadBalancerProcess::start(&controller, &scratch, &pins)?;
+        start_times.push(measure_start_times(args.services, start)?);
         drop(balancer);
     }
-    let _balancer = Balancer::start(&controller, &scratch, &pins)?;
-    wait_for_forwarding(args.services, Instant::now())?;
-    let mut changes = Vec::new();
-    for (generation, change) in (applied..).zip(0..args.changes) {
-        let server = change * (args.servers / args.changes);
-        let change =
-            runtime.block_on(change_server(&mut controller, &pins, &mut document, generation, server, args))?;
-        changes.push(change);
+    let _balancer = LoadBalancerProcess::start(&controller, &scratch, &pins)?;
+    measure_start_times(args.services, Instant::now())?;
+    let mut change_times = Vec::new();
+    for (generation, change) in (first_generation..).zip(0..args.changes) {
+        let server_index = change * (args.servers / args.changes);
+        let change = runtime.block_on(measure_draining_server(
+            &mut controller,
+            &pins,
+            &mut fleet_document,
+            generation,
+            server_index,
+            args,
+        ))?;
+        change_times.push(change);
     }
-    Ok(report(args, &starts, &changes))
+    Ok(build_report(args, &start_times, &change_times))
 }
 
 /// Applies a fleet document that replaces generation `generation`. Returns the new generation.
-async fn apply(controller: &mut Controller, document: &str, generation: u64) -> anyhow::Result<u64> {
+async fn apply_fleet_document(controller: &mut Controller, document: &str, generation: u64) -> anyhow::Result<u64> {
     let document = NewFleet { name: "bench".into(), text: document.to_owned(), generation, dry_run: false };
     Ok(controller.operator_client().await?.put_fleet(&document).await?.generation)
 }
 
 /// Times from the start of a load balancer to its first forwarded packet, and to a packet of every service.
 struct StartTimes {
-    first: Duration,
-    all: Duration,
+    until_first_packet: Duration,
+    until_all_services: Duration,
 }
 
 /// Packet socket at the servers' end of the veth pair, which also sends the clients' packets.
-struct ServerSocket {
+struct ServerSidePacketSocket {
     socket: OwnedFd,
     own_mac: [u8; 6],
-    balancer_mac: [u8; 6],
+    lb_mac: [u8; 6],
 }
 
 const FRAME_BYTES: usize = 14 + 20 + 20;
 
-impl ServerSocket {
+impl ServerSidePacketSocket {
     fn open() -> anyhow::Result<Self> {
         let protocol = libc::ETH_P_IP as u16;
-        let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+        let socket_type = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
         // SAFETY: socket() returns a new descriptor, owned by nothing else, or -1, which is checked.
-        let socket = unsafe { libc::socket(libc::AF_PACKET, kind, i32::from(protocol.to_be())) };
-        Errno::result(socket).context("a packet socket")?;
+        let descriptor = unsafe { libc::socket(libc::AF_PACKET, socket_type, i32::from(protocol.to_be())) };
+        Errno::result(descriptor).context("a packet socket")?;
         // SAFETY: the descriptor is new and owned by nothing else.
-        let socket = unsafe { OwnedFd::from_raw_fd(socket) };
+        let socket = unsafe { OwnedFd::from_raw_fd(descriptor) };
         // SAFETY: sockaddr_ll is plain data, for which all zeros is a value.
-        let mut address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
-        address.sll_family = libc::AF_PACKET as u16;
-        address.sll_protocol = protocol.to_be();
-        address.sll_ifindex = if_nametoindex("eth1")? as i32;
+        let mut bind_address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
+        bind_address.sll_family = libc::AF_PACKET as u16;
+        bind_address.sll_protocol = protocol.to_be();
+        bind_address.sll_ifindex = if_nametoindex("eth1")? as i32;
         // SAFETY: the pointer and the length are those of a sockaddr_ll that lives until the call returns.
-        let bound = unsafe {
-            libc::bind(socket.as_raw_fd(), (&raw const address).cast(), size_of::<libc::sockaddr_ll>() as u32)
+        let bind_result = unsafe {
+            libc::bind(socket.as_raw_fd(), (&raw const bind_address).cast(), size_of::<libc::sockaddr_ll>() as u32)
         };
-        Errno::result(bound).context("eth1")?;
-        Ok(Self { socket, own_mac: mac_of("eth1")?, balancer_mac: mac_of("eth0")? })
+        Errno::result(bind_result).context("eth1")?;
+        Ok(Self { socket, own_mac: device_mac("eth1")?, lb_mac: device_mac("eth0")? })
     }
 
     /// Sends a SYN for a service's VIP from client port `port` to the load balancer.
-    fn send(&self, vip: Ipv4Addr, port: u16) {
+    fn send_syn(&self, vip: Ipv4Addr, port: u16) {
         let mut frame = [0u8; FRAME_BYTES];
-        frame[..6].copy_from_slice(&self.balancer_mac);
+        frame[..6].copy_from_slice(&self.lb_mac);
         frame[6..12].copy_from_slice(&self.own_mac);
         frame[12..14].copy_from_slice(&[8, 0]);
         frame[14..24].copy_from_slice(&[0x45, 0, 0, 40, 0, 0, 0x40, 0, 64, 6]);
@@ -138,11 +144,11 @@ impl ServerSocket {
     }
 
     /// Receives all waiting packets that the load balancer has forwarded. Returns their VIPs.
-    fn forwarded_vips(&self) -> Vec<Ipv4Addr> {
+    fn receive_forwarded_vips(&self) -> Vec<Ipv4Addr> {
         let mut vips = Vec::new();
         let mut frame = [0u8; 256];
         while let Ok(length) = recv(self.socket.as_raw_fd(), &mut frame, MsgFlags::MSG_DONTWAIT) {
-            if length >= FRAME_BYTES && frame[6..12] == self.balancer_mac {
+            if length >= FRAME_BYTES && frame[6..12] == self.lb_mac {
                 vips.extend(<[u8; 4]>::try_from(&frame[30..34]).map(Ipv4Addr::from));
             }
         }
@@ -150,33 +156,33 @@ impl ServerSocket {
     }
 }
 
-fn mac_of(device: &str) -> anyhow::Result<[u8; 6]> {
-    let named = |entry: &nix::ifaddrs::InterfaceAddress| entry.interface_name == device;
-    let addresses = nix::ifaddrs::getifaddrs()?.filter(named);
-    let mut macs = addresses.filter_map(|entry| entry.address?.as_link_addr()?.addr());
-    macs.next().with_context(|| format!("{device} has no MAC address"))
+fn device_mac(device: &str) -> anyhow::Result<[u8; 6]> {
+    let is_device = |entry: &nix::ifaddrs::InterfaceAddress| entry.interface_name == device;
+    let addresses = nix::ifaddrs::getifaddrs()?.filter(is_device);
+    let mut mac_addresses = addresses.filter_map(|entry| entry.address?.as_link_addr()?.addr());
+    mac_addresses.next().with_context(|| format!("{device} has no MAC address"))
 }
 
 /// Sends SYNs repeatedly to each service until it has forwarded one. Returns the times since `began`.
-fn wait_for_forwarding(services: u32, began: Instant) -> anyhow::Result<StartTimes> {
-    let wire = ServerSocket::open()?;
-    let mut waiting: BTreeSet<Ipv4Addr> = (0..services).map(|service| *vip(service).ip()).collect();
-    let (mut first, mut port) = (None, 1024);
-    while !waiting.is_empty() {
-        ensure!(began.elapsed() < TIMEOUT, "{} services forward nothing after {TIMEOUT:?}", waiting.len());
+fn measure_start_times(services: u32, start: Instant) -> anyhow::Result<StartTimes> {
+    let server_socket = ServerSidePacketSocket::open()?;
+    let mut waiting_vips: BTreeSet<Ipv4Addr> = (0..services).map(|service| *vip(service).ip()).collect();
+    let (mut until_first_packet, mut client_port) = (None, 1024);
+    while !waiting_vips.is_empty() {
+        ensure!(start.elapsed() < TIMEOUT, "{} services forward nothing after {TIMEOUT:?}", waiting_vips.len());
         // At most the length of a short queue; the other services follow in the next iteration.
-        for vip in waiting.iter().copied().take(64).collect::<Vec<_>>() {
-            wire.send(vip, port);
+        for vip in waiting_vips.iter().copied().take(64).collect::<Vec<_>>() {
+            server_socket.send_syn(vip, client_port);
         }
-        port = if port == u16::MAX { 1024 } else { port + 1 };
+        client_port = if client_port == u16::MAX { 1024 } else { client_port + 1 };
         std::thread::sleep(Duration::from_micros(500));
-        for vip in wire.forwarded_vips() {
-            first.get_or_insert_with(|| began.elapsed());
-            waiting.remove(&vip);
+        for vip in server_socket.receive_forwarded_vips() {
+            until_first_packet.get_or_insert_with(|| start.elapsed());
+            waiting_vips.remove(&vip);
         }
     }
-    let all = began.elapsed();
-    Ok(StartTimes { first: first.unwrap_or(all), all })
+    let until_all_services = start.elapsed();
+    Ok(StartTimes { until_first_packet: until_first_packet.unwrap_or(until_all_services), until_all_services })
 }
 
 /// Times from the request of a change to the API's answer, and to the change in the kernel.
@@ -185,7 +191,7 @@ struct ChangeTimes {
     in_kernel: Duration,
 }
 
-async fn change_server(
+async fn measure_draining_server(
     controller: &mut Controller,
     pins: &PinDirectory,
     document: &mut String,
@@ -221,20 +227,30 @@ async fn change_server(
     Ok(ChangeTimes { acknowledged, in_kernel })
 }
 
-fn report(args: &Args, starts: &[StartTimes], changes: &[ChangeTimes]) -> Report {
+fn build_report(args: &Args, starts: &[StartTimes], changes: &[ChangeTimes]) -> Report {
     let mut table = Table::new(&["ms", "median", "least", "most"]);
-    let mut row = |what: &str, values: Vec<f64>| table.add_summary_row(what, values, []);
-    let ms = |time: Duration| time.as_secs_f64() * 1e3;
-    row("from exec to the first packet forwarded", starts.iter().map(|start| ms(start.first)).collect());
-    row("from exec to a packet of every service", starts.iter().map(|start| ms(start.all)).collect());
-    row("a server drained: from apply to its answer", changes.iter().map(|change| ms(change.acknowledged)).collect());
-    let after = |change: &ChangeTimes| ms(change.in_kernel.saturating_sub(change.acknowledged));
-    row("  from the answer to the kernel", changes.iter().map(after).collect());
-    row("  from apply to the kernel", changes.iter().map(|change| ms(change.in_kernel)).collect());
+    let mut add_times_row = |what: &str, values: Vec<f64>| table.add_summary_row(what, values, []);
+    let milliseconds = |time: Duration| time.as_secs_f64() * 1e3;
+    add_times_row(
+        "from exec to the first packet forwarded",
+        starts.iter().map(|start| milliseconds(start.until_first_packet)).collect(),
+    );
+    add_times_row(
+        "from exec to a packet of every service",
+        starts.iter().map(|start| milliseconds(start.until_all_services)).collect(),
+    );
+    add_times_row(
+        "a server drained: from apply to its answer",
+        changes.iter().map(|change| milliseconds(change.acknowledged)).collect(),
+    );
+    let ms_after_acknowledgement =
+        |change: &ChangeTimes| milliseconds(change.in_kernel.saturating_sub(change.acknowledged));
+    add_times_row("  from the answer to the kernel", changes.iter().map(ms_after_acknowledgement).collect());
+    add_times_row("  from apply to the kernel", changes.iter().map(|change| milliseconds(change.in_kernel)).collect());
     Report {
         name: "start",
-        title: "The start of a load balancer",
-        about: format!(
+        heading: "The start of a load balancer",
+        method: format!(
             "A load balancer without state from before (generic XDP at a veth device) starts next to a controller with \
              {} services and {} servers, each of one service, which answer ARP; SYNs for every service come all the \
              while. {} starts. Then {} servers are drained, one after the other. To reach: less than 1 s to the first \

@@ -6,12 +6,12 @@ use std::process::{Child, Command};
 use std::time::Duration;
 
 use crate::cpus::{self, THIS_THREAD};
-use crate::namespace::{self, ip};
+use crate::namespace::{self, run_ip_command};
 use anyhow::{Context as _, ensure};
 use coreward_tls::Role;
 
 use crate::agent::PinDirectory;
-use crate::certificates::Certificates;
+use crate::certificates::TestCertificateAuthority;
 use crate::controller;
 use crate::controller_process::{Controller, ScratchDirectory};
 use crate::report::Report;
@@ -36,36 +36,37 @@ pub struct ScaleArgs {
     pub plain: bool,
 }
 
-/// Runs `measure` with a controller and the report interval, in a new thread with its own network namespace. `what`:
-/// name of the bench. Fails without root, when a process does not start, or as `measure` does.
-pub fn measure<M>(what: &str, agents: u32, args: &ScaleArgs, measure: M) -> anyhow::Result<Report>
+/// Runs `measure` with a controller and the report interval, in a new thread with its own network namespace.
+/// `bench_name`: name of the bench. Fails without root, when a process does not start, or as `measure` does.
+pub fn measure_at_scale<M>(bench_name: &str, agents: u32, args: &ScaleArgs, measure: M) -> anyhow::Result<Report>
 where
     M: AsyncFnOnce(&mut Controller, Duration) -> anyhow::Result<Report> + Send + 'static,
 {
-    ensure!(nix::unistd::geteuid().is_root(), "coreward-bench {what} loads BPF programs: run it as root");
+    ensure!(nix::unistd::geteuid().is_root(), "coreward-bench {bench_name} loads BPF programs: run it as root");
     let (cores, services, tls) = (args.cores, args.services, !args.plain);
-    let fleet = controller::Args { agents, cores, services, ..controller::Args::default() };
-    let thread = std::thread::spawn(move || set_up(&fleet, tls, measure));
-    thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    let fleet_args = controller::Args { agents, cores, services, ..controller::Args::default() };
+    let measuring_thread = std::thread::spawn(move || set_up_and_measure(&fleet_args, tls, measure));
+    measuring_thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
-fn set_up<M>(fleet: &controller::Args, tls: bool, measure: M) -> anyhow::Result<Report>
+fn set_up_and_measure<M>(fleet: &controller::Args, tls: bool, measure: M) -> anyhow::Result<Report>
 where
     M: AsyncFnOnce(&mut Controller, Duration) -> anyhow::Result<Report>,
 {
     coreward_control_server::server::raise_file_limit();
-    make_network()?;
+    make_veth_network()?;
     let (scratch, pins) = (ScratchDirectory::new()?, PinDirectory::new()?);
-    let certificates = tls.then(|| Certificates::new(&scratch.0.join("certificates"))).transpose()?;
+    let certificate_authority =
+        tls.then(|| TestCertificateAuthority::new(&scratch.0.join("certificates"))).transpose()?;
     // A process inherits the CPU of the thread that starts it.
     cpus::bind_to_cpu(THIS_THREAD, 0)?;
-    let mut controller = Controller::start(&controller::fleet(fleet), certificates, &scratch.0)?;
+    let mut controller = Controller::start(&controller::fleet_document(fleet), certificate_authority, &scratch.0)?;
     cpus::bind_to_cpu(THIS_THREAD, 1)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         controller.wait_until_listening().await?;
-        let _balancer = Balancer::start(&controller, &scratch, &pins)?;
-        lower_priority()?;
+        let _balancer = LoadBalancerProcess::start(&controller, &scratch, &pins)?;
+        set_idle_priority()?;
         measure(&mut controller, Duration::from_millis(fleet.report_interval_ms)).await
     })
 }
@@ -83,13 +84,13 @@ pub fn run_process(args: &ProcessArgs) -> anyhow::Result<()> {
 }
 
 /// Process of a load balancer, which is killed when this value is dropped.
-pub struct Balancer(Child);
+pub struct LoadBalancerProcess(Child);
 
-impl Balancer {
+impl LoadBalancerProcess {
     /// Starts a load balancer at the device `eth0`, with its pins below `pins`. Fails when the process does not start.
     pub fn start(controller: &Controller, scratch: &ScratchDirectory, pins: &PinDirectory) -> anyhow::Result<Self> {
-        let config = scratch.0.join("lb.toml");
-        let text = format!(
+        let config_path = scratch.0.join("lb.toml");
+        let config_text = format!(
             "name = \"lb1\"\ncontroller = \"{}\"\ninterface = \"eth0\"\npin_directory = {:?}\n\
              state_directory = {:?}\nxdp_mode = \"generic\"\n{}",
             controller.address,
@@ -97,13 +98,13 @@ impl Balancer {
             scratch.0,
             controller.tls_table(Role::Lb, "lb1")?,
         );
-        std::fs::write(&config, text)?;
+        std::fs::write(&config_path, config_text)?;
         let mut command = Command::new(std::env::current_exe()?);
-        Ok(Self(command.args(["bench", "load-balancer-process"]).arg("--config").arg(config).spawn()?))
+        Ok(Self(command.args(["bench", "load-balancer-process"]).arg("--config").arg(config_path).spawn()?))
     }
 }
 
-impl Drop for Balancer {
+impl Drop for LoadBalancerProcess {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
@@ -111,8 +112,8 @@ impl Drop for Balancer {
 }
 
 /// Creates the veth pair `eth0` and `eth1` in a new namespace. `eth1` answers ARP for 10.2.0.0/16. Fails without root.
-pub fn make_network() -> anyhow::Result<()> {
-    namespace::enter_new()?;
+pub fn make_veth_network() -> anyhow::Result<()> {
+    namespace::enter_new_network_namespace()?;
     for command in [
         "link set lo up",
         "link add eth0 type veth peer name eth1",
@@ -120,16 +121,16 @@ pub fn make_network() -> anyhow::Result<()> {
         "link set eth1 up",
         "route add local 10.2.0.0/16 dev eth1",
     ] {
-        ip(command)?;
+        run_ip_command(command)?;
     }
     Ok(())
 }
 
 /// Gives the calling thread, that of the emulated agents, the lowest priority. The load balancer precedes them, because
 /// they would run on other machines.
-fn lower_priority() -> anyhow::Result<()> {
-    let priority = libc::sched_param { sched_priority: 0 };
-    // SAFETY: 0 is the calling thread, and the kernel only reads `priority`.
-    let outcome = unsafe { libc::sched_setscheduler(0, libc::SCHED_IDLE, &raw const priority) };
-    nix::errno::Errno::result(outcome).map(drop).context("SCHED_IDLE")
+fn set_idle_priority() -> anyhow::Result<()> {
+    let scheduling_parameters = libc::sched_param { sched_priority: 0 };
+    // SAFETY: 0 is the calling thread, and the kernel only reads `scheduling_parameters`.
+    let result = unsafe { libc::sched_setscheduler(0, libc::SCHED_IDLE, &raw const scheduling_parameters) };
+    nix::errno::Errno::result(result).map(drop).context("SCHED_IDLE")
 }

@@ -16,13 +16,13 @@ use std::os::fd::AsFd as _;
 use anyhow::{Context as _, ensure};
 
 use crate::report::{Report, Table, goal_cells};
-use balancer::Balancer;
-use established::ConnectionCountResult;
-use goals::Goals;
-use interleaved::{Program, RoundTimes, Turn, run_interleaved};
-pub use interleaved::{difference, fastest_difference, median_of, quartiles};
-use runner::{PACKET_COUNT, Runner};
-use workload::Case;
+use balancer::CaseLoadBalancer;
+use established::ConnectionCountCosts;
+use goals::CostGoals;
+use interleaved::{InterleavedProgram, NsByRound, Program, measure_interleaved};
+pub use interleaved::{difference_of_fastest_rounds, differences_by_round, median_of_rounds, quartile_range};
+use runner::{PACKET_COUNT, PacketRunner};
+use workload::PacketCase;
 
 /// Number of rounds and packets of a measurement.
 #[derive(Debug, Clone, Copy, clap::Args)]
@@ -59,50 +59,52 @@ impl Args {
 }
 
 /// Cost of the packets of open connections, for one program and number of connections.
-pub struct Cost {
+pub struct ConnectionCost {
     /// Mode or baseline program, named by its label in cheetah-5-live.toml.
-    pub series: String,
-    pub connections: usize,
+    pub series_label: String,
+    pub connection_count: usize,
     /// Cost above the empty program (ns), in the order of the rounds.
-    pub above_empty: RoundTimes,
+    pub ns_above_empty: NsByRound,
 }
 
 /// Measures the cost of packets of open connections, by program and number of connections.
-pub fn costs_by_connections(args: &Args, progress: &dyn Fn(usize, usize)) -> anyhow::Result<Vec<Cost>> {
+pub fn measure_connection_costs(args: &Args, progress: &dyn Fn(usize, usize)) -> anyhow::Result<Vec<ConnectionCost>> {
     let mut costs = Vec::new();
-    for measured in established::measure(args, progress)? {
-        let connections = measured.connections;
-        let mut cost = |series, above_empty| costs.push(Cost { series, connections, above_empty });
-        cost("stateless and one more line".to_owned(), measured.with_line);
+    for measured in established::measure_connection_counts(args, progress)? {
+        let connection_count = measured.connection_count;
+        let mut add_cost = |series, above_empty| {
+            costs.push(ConnectionCost { series_label: series, connection_count, ns_above_empty: above_empty })
+        };
+        add_cost("stateless and one more line".to_owned(), measured.ns_with_parallel_line);
         for mode in [measured.stateless, measured.stateful, measured.hash_table] {
-            cost(mode.case.consistency().name(), mode.above_empty);
+            add_cost(mode.case.consistency().name(), mode.ns_above_empty);
         }
     }
     Ok(costs)
 }
 
 /// Measured times of one case.
-struct Measured {
-    case: Case,
+struct CaseMeasurement {
+    case: PacketCase,
     /// Median time of the empty program (ns).
-    empty: f64,
+    empty_ns: f64,
     /// Cost of the load balancer above the empty program (ns), in the order of the rounds.
-    above_empty: RoundTimes,
+    ns_above_empty: NsByRound,
     /// Difference between the fastest rounds of the load balancer and of the empty program (ns).
-    fastest: f64,
+    fastest_ns_above_empty: f64,
     /// Difference between the fastest rounds of parsing and swapping MACs and of the empty program (ns).
-    floor: f64,
+    parse_and_swap_ns: f64,
 }
 
-impl Measured {
+impl CaseMeasurement {
     /// Evaluates the times of three programs: the empty one, the one that parses and swaps MACs, and the load balancer.
-    fn new(balancer: &Balancer, times: [&RoundTimes; 3]) -> anyhow::Result<Self> {
+    fn new(balancer: &CaseLoadBalancer, round_times: [&NsByRound; 3]) -> anyhow::Result<Self> {
         Ok(Self {
             case: balancer.case(),
-            empty: median_of(times[0]),
-            above_empty: difference(times[2], times[0]),
-            fastest: fastest_difference(times[2], times[0]),
-            floor: fastest_difference(times[1], times[0]),
+            empty_ns: median_of_rounds(round_times[0]),
+            ns_above_empty: differences_by_round(round_times[2], round_times[0]),
+            fastest_ns_above_empty: difference_of_fastest_rounds(round_times[2], round_times[0]),
+            parse_and_swap_ns: difference_of_fastest_rounds(round_times[1], round_times[0]),
         })
     }
 }
@@ -110,45 +112,58 @@ impl Measured {
 /// Measures all selected cases. Fails without the capabilities to load BPF programs, or when a program does not do what
 /// the case expects.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
-    let established = if args.only.is_some() { Vec::new() } else { established::measure(args, &|_, _| {})? };
-    let is_selected = |case: &Case| args.only.as_ref().is_none_or(|text| case.to_string().contains(text));
-    let alone: Vec<Measured> = Case::measured_alone()
+    let established =
+        if args.only.is_some() { Vec::new() } else { established::measure_connection_counts(args, &|_, _| {})? };
+    let is_selected = |case: &PacketCase| args.only.as_ref().is_none_or(|text| case.to_string().contains(text));
+    let separate_cases: Vec<CaseMeasurement> = PacketCase::separate_cases()
         .filter(is_selected)
-        .map(|case| measure_alone(case, args).with_context(|| case.to_string()))
+        .map(|case| measure_separately(case, args).with_context(|| case.to_string()))
         .collect::<anyhow::Result<_>>()?;
-    ensure!(!(established.is_empty() && alone.is_empty()), "no case has {:?} in its name", args.only);
-    let units = if args.only.is_some() { None } else { Some(units::measure(&args.length)?) };
-    Ok(report(&established, &alone, units, args))
+    ensure!(!(established.is_empty() && separate_cases.is_empty()), "no case has {:?} in its name", args.only);
+    let operation_table = if args.only.is_some() { None } else { Some(units::measure_operations(&args.length)?) };
+    Ok(build_report(&established, &separate_cases, operation_table, args))
 }
 
-fn measure_alone(case: Case, args: &Args) -> anyhow::Result<Measured> {
-    let balancer = Balancer::new(case)?;
-    let runner = Runner::new(&case.frame(), &balancer.packets()?, 0)?;
-    let turns = [
-        Program::Floor(runner.empty.as_fd()),
-        Program::Floor(runner.parse_and_swap_macs.as_fd()),
+fn measure_separately(case: PacketCase, args: &Args) -> anyhow::Result<CaseMeasurement> {
+    let balancer = CaseLoadBalancer::new(case)?;
+    let runner = PacketRunner::new(&case.frame_template(), &balancer.packets()?, 0)?;
+    let programs = [
+        Program::Baseline(runner.empty.as_fd()),
+        Program::Baseline(runner.parse_and_swap_macs.as_fd()),
         Program::Balancer(&balancer),
     ];
-    let times = run_interleaved(
-        &turns.map(|program| Turn { feed: case.feed(), ..Turn::new(&runner, program) }),
+    let round_times = measure_interleaved(
+        &programs.map(|program| InterleavedProgram {
+            generator: case.packet_generator(),
+            ..InterleavedProgram::new(&runner, program)
+        }),
         args.length.rounds,
         args.length.packets,
     )?;
-    Measured::new(&balancer, [&times[0], &times[1], &times[2]])
+    CaseMeasurement::new(&balancer, [&round_times[0], &round_times[1], &round_times[2]])
 }
 
-fn report(established: &[ConnectionCountResult], alone: &[Measured], units: Option<Table>, args: &Args) -> Report {
-    let goals = Goals::new(established, alone);
-    let tables = [costs(established, alone, &goals), established::table(established)];
+fn build_report(
+    established: &[ConnectionCountCosts],
+    separate_cases: &[CaseMeasurement],
+    units: Option<Table>,
+    args: &Args,
+) -> Report {
+    let cost_goals = CostGoals::new(established, separate_cases);
+    let tables = [cost_table(established, separate_cases, &cost_goals), established::table(established)];
     Report {
         name: "xdp",
-        title: "The load balancer's program",
-        about: about(args, goals.floor),
+        heading: "The load balancer's program",
+        method: describe_method(args, cost_goals.parse_and_swap_ns),
         tables: tables.into_iter().chain(units).collect(),
     }
 }
 
-fn costs(established: &[ConnectionCountResult], alone: &[Measured], goals: &Goals<'_>) -> Table {
+fn cost_table(
+    established: &[ConnectionCountCosts],
+    separate_cases: &[CaseMeasurement],
+    goals: &CostGoals<'_>,
+) -> Table {
     let mut table = Table::new(&[
         "packet",
         "above empty, ns",
@@ -159,32 +174,33 @@ fn costs(established: &[ConnectionCountResult], alone: &[Measured], goals: &Goal
         "multiple of parse + swap",
         "empty, ns",
     ]);
-    let modes: [fn(&ConnectionCountResult) -> &Measured; 3] =
+    let measurement_of_mode: [fn(&ConnectionCountCosts) -> &CaseMeasurement; 3] =
         [|of| &of.stateless, |of| &of.stateful, |of| &of.hash_table];
-    let by_mode = modes.into_iter().flat_map(|mode| established.iter().map(mode));
-    for m in by_mode.chain(alone) {
-        let [goal, verdict] = goal_cells(goals.goal_of(m.case), m.fastest);
+    let established_cases = measurement_of_mode.into_iter().flat_map(|mode| established.iter().map(mode));
+    for measurement in established_cases.chain(separate_cases) {
+        let [goal, verdict] = goal_cells(goals.goal_for_case(measurement.case), measurement.fastest_ns_above_empty);
         table.add_row([
-            m.case.to_string().into(),
-            median_of(&m.above_empty).into(),
-            quartiles(&m.above_empty).into(),
-            m.fastest.into(),
+            measurement.case.to_string().into(),
+            median_of_rounds(&measurement.ns_above_empty).into(),
+            quartile_range(&measurement.ns_above_empty).into(),
+            measurement.fastest_ns_above_empty.into(),
             goal,
             verdict,
-            (m.fastest / goals.floor).into(),
-            m.empty.into(),
+            (measurement.fastest_ns_above_empty / goals.parse_and_swap_ns).into(),
+            measurement.empty_ns.into(),
         ]);
     }
     table
 }
 
-fn about(args: &Args, floor: f64) -> String {
+fn describe_method(args: &Args, parse_and_swap_ns: f64) -> String {
     format!(
         "lb.bpf.c on a fresh packet each time (BPF_PROG_TEST_RUN; a program puts the next connection into the frame \
          and calls the measured one). {} rounds of {} packets per program, interleaved, after a warm-up by all \
          connections; medians over the rounds. `fastest rounds`: the fastest of lb above the fastest of `empty`, \
          compared with the goal. `multiple of parse + swap`: `fastest rounds` divided by that of `parse + swap MACs` \
-         (median of all cases: {floor:.1} ns). The frame is in the CPU's cache. Packets of open connections come in \
+         (median of all cases: {parse_and_swap_ns:.1} ns). The frame is in the CPU's cache. Packets of open \
+         connections come in \
          random order with valid cookies. stateful has a table of {} entries, hash-table one of {}. A first packet of \
          stateful takes an entry. All are freed between the rounds, or after the given number; the first quarter \
          after that is not measured (cold caches). The last table has single operations, 64 in a row.",

@@ -13,69 +13,69 @@ use crate::Cli;
 #[derive(Debug, Default)]
 struct Document {
     /// Destinations of links, as written.
-    links: Vec<String>,
+    link_destinations: Vec<String>,
     /// Anchors that GitHub derives from the headings.
-    anchors: BTreeSet<String>,
+    heading_anchors: BTreeSet<String>,
     /// Code spans, and single lines of code blocks.
-    code: Vec<String>,
+    code_snippets: Vec<String>,
 }
 
-fn root() -> PathBuf {
+fn repository_root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()
 }
 
 /// Returns README.md and all files of docs/, each with its path relative to the repository's root.
-fn documents() -> BTreeMap<PathBuf, Document> {
-    let root = root();
-    let docs = std::fs::read_dir(root.join("docs")).unwrap().map(|entry| entry.unwrap().path());
-    let files = docs.filter(|path| path.extension().is_some_and(|extension| extension == "md"));
-    let files = files.chain([root.join("README.md")]);
-    files
+fn read_documents() -> BTreeMap<PathBuf, Document> {
+    let repository_root = repository_root();
+    let doc_paths = std::fs::read_dir(repository_root.join("docs")).unwrap().map(|entry| entry.unwrap().path());
+    let markdown_paths = doc_paths.filter(|path| path.extension().is_some_and(|extension| extension == "md"));
+    let markdown_paths = markdown_paths.chain([repository_root.join("README.md")]);
+    markdown_paths
         .map(|path| {
             let text = std::fs::read_to_string(&path).unwrap();
-            (path.strip_prefix(&root).unwrap().to_owned(), parse(&text))
+            (path.strip_prefix(&repository_root).unwrap().to_owned(), parse(&text))
         })
         .collect()
 }
 
 fn parse(text: &str) -> Document {
     let mut document = Document::default();
-    let mut heading: Option<String> = None;
-    let mut block = false;
+    let mut open_heading: Option<String> = None;
+    let mut is_in_shell_block = false;
     for event in Parser::new_ext(text, Options::ENABLE_TABLES) {
         match event {
             Event::Start(Tag::Link { dest_url, .. } | Tag::Image { dest_url, .. }) => {
-                document.links.push(dest_url.into_string());
+                document.link_destinations.push(dest_url.into_string());
             }
             Event::Start(Tag::Heading { level: HeadingLevel::H1 | HeadingLevel::H2 | HeadingLevel::H3, .. }) => {
-                heading = Some(String::new());
+                open_heading = Some(String::new());
             }
             Event::End(TagEnd::Heading(_)) => {
-                if let Some(heading) = heading.take() {
+                if let Some(heading) = open_heading.take() {
                     document.add_anchor(&heading);
                 }
             }
             // Blocks of other languages contain no commands.
             Event::Start(Tag::CodeBlock(kind)) => {
-                block = match kind {
+                is_in_shell_block = match kind {
                     CodeBlockKind::Indented => true,
                     CodeBlockKind::Fenced(language) => language.is_empty() || language.starts_with("sh"),
                 };
             }
-            Event::End(TagEnd::CodeBlock) => block = false,
+            Event::End(TagEnd::CodeBlock) => is_in_shell_block = false,
             Event::Text(text) => {
-                if let Some(heading) = &mut heading {
+                if let Some(heading) = &mut open_heading {
                     *heading += &text;
                 }
-                if block {
-                    document.code.extend(text.lines().map(str::to_owned));
+                if is_in_shell_block {
+                    document.code_snippets.extend(text.lines().map(str::to_owned));
                 }
             }
             Event::Code(text) => {
-                if let Some(heading) = &mut heading {
+                if let Some(heading) = &mut open_heading {
                     *heading += &text;
                 }
-                document.code.push(text.into_string());
+                document.code_snippets.push(text.into_string());
             }
             _ => {}
         }
@@ -85,225 +85,251 @@ fn parse(text: &str) -> Document {
 
 impl Document {
     fn add_anchor(&mut self, heading: &str) {
-        let kept = heading.trim().to_lowercase();
-        let kept = kept.chars().filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
-        let slug: String = kept.map(|c| if c == ' ' { '-' } else { c }).collect();
-        let numbered = (1..).map(|number| format!("{slug}-{number}"));
-        let free = std::iter::once(slug.clone()).chain(numbered).find(|slug| !self.anchors.contains(slug));
-        self.anchors.extend(free);
+        let lowercase_heading = heading.trim().to_lowercase();
+        let slug_chars = lowercase_heading.chars().filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
+        let slug: String = slug_chars.map(|c| if c == ' ' { '-' } else { c }).collect();
+        let numbered_slugs = (1..).map(|number| format!("{slug}-{number}"));
+        let unused_slug =
+            std::iter::once(slug.clone()).chain(numbered_slugs).find(|slug| !self.heading_anchors.contains(slug));
+        self.heading_anchors.extend(unused_slug);
     }
 }
 
 /// Returns the reason why a link in the file `document_path` is broken; `None` for a valid or external link.
-fn broken_link_reason(link: &str, document: &Path, all: &BTreeMap<PathBuf, Document>) -> Option<String> {
+fn broken_link_reason(link: &str, document_path: &Path, all_documents: &BTreeMap<PathBuf, Document>) -> Option<String> {
     // External links would need network access.
     if link.contains("://") || link.starts_with("mailto:") {
         return None;
     }
     let (file, anchor) = link.split_once('#').map_or((link, None), |(file, anchor)| (file, Some(anchor)));
-    let target = match file {
-        "" => document.to_owned(),
-        file => document.parent().unwrap_or(Path::new("")).join(file),
+    let target_path = match file {
+        "" => document_path.to_owned(),
+        file => document_path.parent().unwrap_or(Path::new("")).join(file),
     };
-    let Ok(found) = root().join(&target).canonicalize() else {
-        return Some(format!("{link}: there is no {}", target.display()));
+    let Ok(found) = repository_root().join(&target_path).canonicalize() else {
+        return Some(format!("{link}: there is no {}", target_path.display()));
     };
     let anchor = anchor?;
-    let target = all.get(found.strip_prefix(root()).ok()?);
-    let known = target.is_some_and(|target| target.anchors.contains(anchor));
-    (!known).then(|| format!("{link}: no heading has the anchor #{anchor}"))
+    let target_document = all_documents.get(found.strip_prefix(repository_root()).ok()?);
+    let anchor_exists = target_document.is_some_and(|target| target.heading_anchors.contains(anchor));
+    (!anchor_exists).then(|| format!("{link}: no heading has the anchor #{anchor}"))
 }
 
 /// Returns the arguments of every command in a line of code that runs `program`, up to a shell operator.
-fn commands<'a>(line: &'a str, program: &'a str) -> impl Iterator<Item = Vec<&'a str>> {
-    let line = line.split_once(" #").map_or(line, |(command, _)| command);
-    let parts = line.split(['|', ';', '&', '(', ')', '>']);
-    parts.filter_map(move |part| {
+fn command_arguments<'a>(line: &'a str, program: &'a str) -> impl Iterator<Item = Vec<&'a str>> {
+    let code = line.split_once(" #").map_or(line, |(command, _)| command);
+    let simple_commands = code.split(['|', ';', '&', '(', ')', '>']);
+    simple_commands.filter_map(move |part| {
         let mut words = part.split_whitespace().skip_while(|word| matches!(*word, "$" | "sudo" | "exec")).peekable();
         (words.next()? == program).then(|| words.map(|word| word.trim_matches(['`', '"', '\''])).collect())
     })
 }
 
 /// Returns an error for the first sub-command or flag that does not exist. Brackets mark optional ones: `[--fix]`.
-fn unknown_word(words: &[&str], of: &clap::Command) -> Option<String> {
-    let mut command = of.clone();
+fn unknown_argument_error(arguments: &[&str], program: &clap::Command) -> Option<String> {
+    let mut command = program.clone();
     command.build();
-    let (mut command, mut words) = (&command, words.iter().copied().peekable());
+    let (mut command, mut words) = (&command, arguments.iter().copied().peekable());
     while let Some(next) = words.peek().and_then(|word| command.find_subcommand(word)) {
         command = next;
         words.next();
     }
-    let name = command.get_name();
+    let command_name = command.get_name();
     let is_placeholder = |word: &str| word.starts_with(|c: char| c.is_uppercase() || "<[.-*…".contains(c));
     if let Some(word) = words.peek().filter(|word| command.has_subcommands() && !is_placeholder(word)) {
-        return Some(format!("`{name}` has no sub-command `{word}`"));
+        return Some(format!("`{command_name}` has no sub-command `{word}`"));
     }
     let flags = words.filter_map(|word| word.trim_start_matches('[').strip_prefix("--"));
     let flags =
         flags.map(|flag| flag.split(['=', ']', ',', '.']).next().unwrap_or(flag)).filter(|flag| !flag.is_empty());
-    let known = |flag: &str| {
+    let is_known_flag = |flag: &str| {
         matches!(flag, "help" | "version") || command.get_arguments().any(|argument| argument.get_long() == Some(flag))
     };
-    flags.filter(|flag| !known(flag)).map(|flag| format!("`{name}` has no flag `--{flag}`")).next()
+    flags.filter(|flag| !is_known_flag(flag)).map(|flag| format!("`{command_name}` has no flag `--{flag}`")).next()
 }
 
 /// Returns an error message for each command in a line that has an unknown sub-command or flag.
-fn unknown_of<'a>(line: &'a str, of: &'a clap::Command) -> impl Iterator<Item = String> {
-    commands(line, of.get_name()).filter_map(|words| unknown_word(&words, of))
+fn unknown_argument_errors<'a>(line: &'a str, program: &'a clap::Command) -> impl Iterator<Item = String> {
+    command_arguments(line, program.get_name()).filter_map(|words| unknown_argument_error(&words, program))
 }
 
-fn assert_none(mistakes: Vec<String>) {
+fn assert_no_mistakes(mistakes: Vec<String>) {
     assert!(mistakes.is_empty(), "\n{}", mistakes.join("\n"));
 }
 
 #[test]
-fn every_link_has_a_target() {
-    let all = documents();
-    let mistakes = all.iter().flat_map(|(path, document)| {
-        let broken = document.links.iter().filter_map(|link| broken_link_reason(link, path, &all));
-        broken.map(|why| format!("{}: {why}", path.display()))
+fn every_link_in_the_documents_has_a_target() {
+    let all_documents = read_documents();
+    let mistakes = all_documents.iter().flat_map(|(path, document)| {
+        let broken_link_reasons =
+            document.link_destinations.iter().filter_map(|link| broken_link_reason(link, path, &all_documents));
+        broken_link_reasons.map(|why| format!("{}: {why}", path.display()))
     });
-    assert_none(mistakes.collect());
+    assert_no_mistakes(mistakes.collect());
 }
 
 #[test]
-fn every_page_is_in_the_index() {
-    let all = documents();
-    let index = &all[Path::new("docs/README.md")];
-    let missing = all.keys().filter(|path| path.starts_with("docs") && !path.ends_with("README.md"));
-    let missing = missing.filter(|path| {
-        let name = path.file_name().unwrap().to_str().unwrap();
-        !index.links.iter().any(|link| link == name)
+fn every_docs_page_is_linked_in_the_index() {
+    let all_documents = read_documents();
+    let index_page = &all_documents[Path::new("docs/README.md")];
+    let doc_paths = all_documents.keys().filter(|path| path.starts_with("docs") && !path.ends_with("README.md"));
+    let unlinked_paths = doc_paths.filter(|path| {
+        let file_name = path.file_name().unwrap().to_str().unwrap();
+        !index_page.link_destinations.iter().any(|link| link == file_name)
     });
-    assert_none(missing.map(|path| format!("docs/README.md does not name {}", path.display())).collect());
+    assert_no_mistakes(unlinked_paths.map(|path| format!("docs/README.md does not name {}", path.display())).collect());
 }
 
 #[test]
-fn every_command_exists_with_its_flags() {
-    let all = [coreward::command(), Cli::command()];
-    let mistakes = documents().into_iter().flat_map(|(path, document)| {
+fn commands_in_the_documents_exist_with_their_flags() {
+    let programs = [coreward::command_definition(), Cli::command()];
+    let mistakes = read_documents().into_iter().flat_map(|(path, document)| {
         let mistakes: Vec<String> = document
-            .code
+            .code_snippets
             .iter()
-            .flat_map(|line| all.iter().flat_map(|of| unknown_of(line, of)))
+            .flat_map(|line| programs.iter().flat_map(|of| unknown_argument_errors(line, of)))
             .map(|why| format!("{}: {why}", path.display()))
             .collect();
         mistakes
     });
-    assert_none(mistakes.collect());
+    assert_no_mistakes(mistakes.collect());
 }
 
 #[test]
-fn every_make_target_exists() {
-    let makefile = std::fs::read_to_string(root().join("Makefile")).unwrap();
-    let targets: BTreeSet<&str> = makefile.lines().filter_map(|line| Some(line.split_once(": ")?.0)).collect();
-    let mistakes = documents().into_iter().flat_map(|(path, document)| {
-        let named: Vec<String> = document
-            .code
+fn make_targets_in_the_documents_exist() {
+    let makefile = std::fs::read_to_string(repository_root().join("Makefile")).unwrap();
+    let existing_targets: BTreeSet<&str> = makefile.lines().filter_map(|line| Some(line.split_once(": ")?.0)).collect();
+    let mistakes = read_documents().into_iter().flat_map(|(path, document)| {
+        let mentioned_targets: Vec<String> = document
+            .code_snippets
             .iter()
-            .flat_map(|line| commands(line, "make").filter_map(|words| Some((*words.first()?).to_owned())))
+            .flat_map(|line| command_arguments(line, "make").filter_map(|words| Some((*words.first()?).to_owned())))
             .collect();
-        named.into_iter().map(move |target| (path.clone(), target))
+        mentioned_targets.into_iter().map(move |target| (path.clone(), target))
     });
-    let mistakes = mistakes.filter(|(_, target)| !targets.contains(target.as_str()));
-    assert_none(mistakes.map(|(path, target)| format!("{}: no target {target:?}", path.display())).collect());
+    let missing_targets = mistakes.filter(|(_, target)| !existing_targets.contains(target.as_str()));
+    assert_no_mistakes(
+        missing_targets.map(|(path, target)| format!("{}: no target {target:?}", path.display())).collect(),
+    );
 }
 
 /// Returns the words of `text` that start with `prefix`.
-fn words<'a>(text: &'a str, prefix: &'a str) -> impl Iterator<Item = &'a str> {
+fn words_with_prefix<'a>(text: &'a str, prefix: &'a str) -> impl Iterator<Item = &'a str> {
     text.split(|c: char| !c.is_alphanumeric() && c != '_').filter(move |word| word.starts_with(prefix))
 }
 
 #[test]
-fn every_event_is_explained() {
-    let manual = std::fs::read_to_string(root().join("docs/api.md")).unwrap();
-    let section = manual.split("\n## ").find(|section| section.starts_with("Events\n")).unwrap();
-    let rows: Vec<&str> = section.lines().filter_map(|line| line.strip_prefix("* `")?.split('`').next()).collect();
-    let known: Vec<&str> = coreward_api::types::EventId::ALL.into_iter().map(|event| event.name()).collect();
-    assert_eq!(rows, known);
+fn every_event_is_explained_in_the_api_manual() {
+    let api_manual = std::fs::read_to_string(repository_root().join("docs/api.md")).unwrap();
+    let events_section = api_manual.split("\n## ").find(|section| section.starts_with("Events\n")).unwrap();
+    let explained_events: Vec<&str> =
+        events_section.lines().filter_map(|line| line.strip_prefix("* `")?.split('`').next()).collect();
+    let existing_events: Vec<&str> = coreward_api::types::EventId::ALL.into_iter().map(|event| event.name()).collect();
+    assert_eq!(explained_events, existing_events);
 }
 
 /// Checks that numbers in the documents equal the program's constants.
 #[test]
-fn numbers_are_those_of_the_constants() {
+fn numbers_in_the_documents_equal_the_constants() {
     use coreward_fleet::audit;
     use coreward_wire::ServiceIndex;
 
-    let thousands = |number: usize| match number {
+    let with_thousands_separator = |number: usize| match number {
         0..1000 => number.to_string(),
         _ => format!("{},{:03}", number / 1000, number % 1000),
     };
-    let services = thousands(ServiceIndex::COUNT);
-    let servers = thousands(coreward_model::ServerId::COUNT);
-    let of_server = coreward_intf::MAX_SERVICES_OF_SERVER;
-    let owners = coreward_model::connection_table::OwnerNumber::all().count();
-    let megabytes = coreward_http::endpoints::MAX_DOCUMENT_BYTES >> 20;
-    let kilobytes = coreward_http::endpoints::DEFAULT_MAX_BODY_BYTES >> 10;
-    let entries = thousands(audit::MAX_ENTRIES);
+    let max_services = with_thousands_separator(ServiceIndex::COUNT);
+    let max_servers = with_thousands_separator(coreward_model::ServerId::COUNT);
+    let max_services_of_server = coreward_intf::MAX_SERVICES_OF_SERVER;
+    let max_owners = coreward_model::connection_table::TableOwnerNumber::all().count();
+    let max_document_mib = coreward_http::endpoints::MAX_DOCUMENT_BYTES >> 20;
+    let max_body_kib = coreward_http::endpoints::DEFAULT_MAX_BODY_BYTES >> 10;
+    let max_audit_entries = with_thousands_separator(audit::MAX_ENTRIES);
     for (page, text) in [
-        ("config.md", format!("`[[service]]`, at most {services}:")),
-        ("limits.md", format!("* **{services} services, {servers} server ids of the whole fleet**:")),
-        ("limits.md", format!("* **{of_server} services on one server**:")),
-        ("limits.md", format!("* **Load balancers with a connection table**: {owners} in a fleet;")),
-        ("api.md", format!("a body of more than {kilobytes} KiB (documents: {megabytes} MiB)")),
-        ("api.md", format!("the newest {entries} changes")),
+        ("config.md", format!("`[[service]]`, at most {max_services}:")),
+        ("limits.md", format!("* **{max_services} services, {max_servers} server ids of the whole fleet**:")),
+        ("limits.md", format!("* **{max_services_of_server} services on one server**:")),
+        ("limits.md", format!("* **Load balancers with a connection table**: {max_owners} in a fleet;")),
+        ("api.md", format!("a body of more than {max_body_kib} KiB (documents: {max_document_mib} MiB)")),
+        ("api.md", format!("the newest {max_audit_entries} changes")),
     ] {
-        let manual = std::fs::read_to_string(root().join("docs").join(page)).unwrap();
-        assert!(manual.contains(&text), "docs/{page} does not contain {text:?}");
+        let page_text = std::fs::read_to_string(repository_root().join("docs").join(page)).unwrap();
+        assert!(page_text.contains(&text), "docs/{page} does not contain {text:?}");
     }
 }
 
 #[test]
 fn dashboard_reads_existing_counters() {
-    let script = std::fs::read_to_string(root().join("crates/control-server/src/api/dashboard/dashboard.js")).unwrap();
-    let counters: Vec<&str> = script.split("per(last.").skip(1).filter_map(|rest| rest.split(' ').next()).collect();
-    assert!(!counters.is_empty());
-    let unknown = counters.iter().filter(|name| !coreward_intf::LB_COUNTER_NAMES.contains(name));
-    assert_none(unknown.map(|name| format!("dashboard.js reads the counter {name}, which does not exist")).collect());
+    let dashboard_script =
+        std::fs::read_to_string(repository_root().join("crates/control-server/src/api/dashboard/dashboard.js"))
+            .unwrap();
+    let counter_names: Vec<&str> =
+        dashboard_script.split("per(last.").skip(1).filter_map(|rest| rest.split(' ').next()).collect();
+    assert!(!counter_names.is_empty());
+    let unknown_counters = counter_names.iter().filter(|name| !coreward_intf::LB_COUNTER_NAMES.contains(name));
+    assert_no_mistakes(
+        unknown_counters.map(|name| format!("dashboard.js reads the counter {name}, which does not exist")).collect(),
+    );
 }
 
 #[test]
 fn every_alert_is_explained_and_uses_known_metrics() {
-    let read = |path: &str| std::fs::read_to_string(root().join(path)).unwrap();
-    let (rules, operations, metrics) =
-        (read("contrib/prometheus/coreward.rules.yml"), read("docs/operations.md"), read("docs/metrics.md"));
-    let alerts: Vec<&str> = words(&rules, "Coreward").collect();
-    assert!(alerts.len() > 5, "{alerts:?}");
-    let unexplained = alerts.iter().filter(|alert| !operations.contains(&format!("* `{alert}`: ")));
-    assert_none(unexplained.map(|alert| format!("docs/operations.md does not explain {alert}")).collect());
-    let gone = words(&operations, "Coreward").filter(|alert| !alerts.contains(alert));
-    assert_none(gone.map(|alert| format!("docs/operations.md: there is no alert {alert}")).collect());
-    let unknown = words(&rules, "coreward_").filter(|name| !metrics.contains(&format!("* `{name}` (")));
-    assert_none(unknown.map(|name| format!("an alert asks for {name}, which docs/metrics.md does not have")).collect());
-    let reasons: Vec<&str> = rules
+    let read_file = |path: &str| std::fs::read_to_string(repository_root().join(path)).unwrap();
+    let (rules, operations, metrics) = (
+        read_file("contrib/prometheus/coreward.rules.yml"),
+        read_file("docs/operations.md"),
+        read_file("docs/metrics.md"),
+    );
+    let alert_names: Vec<&str> = words_with_prefix(&rules, "Coreward").collect();
+    assert!(alert_names.len() > 5, "{alert_names:?}");
+    let unexplained_alerts = alert_names.iter().filter(|alert| !operations.contains(&format!("* `{alert}`: ")));
+    assert_no_mistakes(
+        unexplained_alerts.map(|alert| format!("docs/operations.md does not explain {alert}")).collect(),
+    );
+    let removed_alerts = words_with_prefix(&operations, "Coreward").filter(|alert| !alert_names.contains(alert));
+    assert_no_mistakes(removed_alerts.map(|alert| format!("docs/operations.md: there is no alert {alert}")).collect());
+    let unknown_metrics =
+        words_with_prefix(&rules, "coreward_").filter(|name| !metrics.contains(&format!("* `{name}` (")));
+    assert_no_mistakes(
+        unknown_metrics.map(|name| format!("an alert asks for {name}, which docs/metrics.md does not have")).collect(),
+    );
+    let drop_reasons: Vec<&str> = rules
         .split("coreward_lb_drops_total{reason=")
         .skip(1)
         .filter_map(|rest| rest.split('"').nth(1))
         .flat_map(|matched| matched.split('|'))
         .collect();
-    assert!(reasons.len() > 2, "{reasons:?}");
-    let unknown =
-        reasons.iter().filter(|reason| !coreward_intf::LB_COUNTER_NAMES.contains(&&*format!("drop_{reason}")));
-    assert_none(unknown.map(|reason| format!("an alert asks for drops by {reason}, which does not exist")).collect());
+    assert!(drop_reasons.len() > 2, "{drop_reasons:?}");
+    let unknown_reasons =
+        drop_reasons.iter().filter(|reason| !coreward_intf::LB_COUNTER_NAMES.contains(&&*format!("drop_{reason}")));
+    assert_no_mistakes(
+        unknown_reasons.map(|reason| format!("an alert asks for drops by {reason}, which does not exist")).collect(),
+    );
 }
 
 #[test]
-fn mistakes_of_documents_are_detected() {
+fn mistakes_in_documents_are_detected() {
     let document =
         parse("# One `two`, three\n\n## One\n\n# One\n\n[a](b.md#c)\n\n`coreward status`\n\n    make x   # y\n");
-    assert_eq!(document.anchors.iter().map(String::as_str).collect::<Vec<_>>(), ["one", "one-1", "one-two-three"]);
     assert_eq!(
-        (document.links, document.code),
+        document.heading_anchors.iter().map(String::as_str).collect::<Vec<_>>(),
+        ["one", "one-1", "one-two-three"]
+    );
+    assert_eq!(
+        (document.link_destinations, document.code_snippets),
         (vec!["b.md#c".into()], vec!["two".into(), "coreward status".into(), "make x   # y".into()])
     );
-    let all = documents();
-    let why = |link| broken_link_reason(link, Path::new("docs/config.md"), &all);
-    assert_eq!(why("nowhere.md").unwrap(), "nowhere.md: there is no docs/nowhere.md");
-    assert_eq!(why("../README.md#nothing").unwrap(), "../README.md#nothing: no heading has the anchor #nothing");
-    assert_eq!((why("../README.md"), why("https://example.org/x")), (None, None));
-    let coreward = coreward::command();
-    let says = |line| unknown_of(line, &coreward).next();
-    assert_eq!(says("sudo coreward stauts").unwrap(), "`coreward` has no sub-command `stauts`");
-    assert_eq!(says("true && coreward keys rotate --farce").unwrap(), "`rotate` has no flag `--farce`");
-    assert_eq!(says("coreward doctor --config FILE [--fix] --config=x | head --no-such"), None);
+    let all_documents = read_documents();
+    let broken_reason = |link| broken_link_reason(link, Path::new("docs/config.md"), &all_documents);
+    assert_eq!(broken_reason("nowhere.md").unwrap(), "nowhere.md: there is no docs/nowhere.md");
+    assert_eq!(
+        broken_reason("../README.md#nothing").unwrap(),
+        "../README.md#nothing: no heading has the anchor #nothing"
+    );
+    assert_eq!((broken_reason("../README.md"), broken_reason("https://example.org/x")), (None, None));
+    let coreward_command = coreward::command_definition();
+    let first_argument_error = |line| unknown_argument_errors(line, &coreward_command).next();
+    assert_eq!(first_argument_error("sudo coreward stauts").unwrap(), "`coreward` has no sub-command `stauts`");
+    assert_eq!(first_argument_error("true && coreward keys rotate --farce").unwrap(), "`rotate` has no flag `--farce`");
+    assert_eq!(first_argument_error("coreward doctor --config FILE [--fix] --config=x | head --no-such"), None);
 }

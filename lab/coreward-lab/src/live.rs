@@ -7,7 +7,7 @@ use coreward_sim::figure::live::LiveFigure;
 use coreward_testbed::{dispatch_figure, pcc};
 
 /// All figures that are measured on this machine. Their order is arbitrary: lists and pages use the papers' order.
-pub const FIGURES: &[LiveFigure] = &[
+pub const LIVE_FIGURES: &[LiveFigure] = &[
     LiveFigure {
         embedded_scenario: EmbeddedScenario {
             name: "cheetah-5-live",
@@ -15,10 +15,10 @@ pub const FIGURES: &[LiveFigure] = &[
         },
         measure: |scenario, progress| {
             capabilities::require("coreward-lab figure cheetah-5-live")?;
-            figure::cheetah_5(scenario, progress)
+            figure::measure_cheetah_5(scenario, progress)
         },
         // The kernel removes programs and maps when the process ends.
-        interrupt: None,
+        interrupt_measurement: None,
     },
     LiveFigure {
         embedded_scenario: EmbeddedScenario {
@@ -26,7 +26,7 @@ pub const FIGURES: &[LiveFigure] = &[
             toml_text: include_str!("../../scenarios/live/cheetah-9-live.toml"),
         },
         measure: pcc::figure::measure,
-        interrupt: Some(pcc::figure::interrupt),
+        interrupt_measurement: Some(pcc::figure::interrupt_measurement),
     },
     LiveFigure {
         embedded_scenario: EmbeddedScenario {
@@ -34,7 +34,7 @@ pub const FIGURES: &[LiveFigure] = &[
             toml_text: include_str!("../../scenarios/live/turbo-9-live.toml"),
         },
         measure: dispatch_figure::server_figure::measure,
-        interrupt: Some(dispatch_figure::interrupt),
+        interrupt_measurement: Some(dispatch_figure::interrupt_measurement),
     },
     LiveFigure {
         embedded_scenario: EmbeddedScenario {
@@ -42,7 +42,7 @@ pub const FIGURES: &[LiveFigure] = &[
             toml_text: include_str!("../../scenarios/live/turbo-6d-live.toml"),
         },
         measure: dispatch_figure::server_figure::measure,
-        interrupt: Some(dispatch_figure::interrupt),
+        interrupt_measurement: Some(dispatch_figure::interrupt_measurement),
     },
     LiveFigure {
         embedded_scenario: EmbeddedScenario {
@@ -50,7 +50,7 @@ pub const FIGURES: &[LiveFigure] = &[
             toml_text: include_str!("../../scenarios/live/ringleader-classes-live.toml"),
         },
         measure: dispatch_figure::server_figure::measure,
-        interrupt: Some(dispatch_figure::interrupt),
+        interrupt_measurement: Some(dispatch_figure::interrupt_measurement),
     },
     LiveFigure {
         embedded_scenario: EmbeddedScenario {
@@ -58,7 +58,7 @@ pub const FIGURES: &[LiveFigure] = &[
             toml_text: include_str!("../../scenarios/live/ringleader-8-live.toml"),
         },
         measure: dispatch_figure::server_figure::measure,
-        interrupt: Some(dispatch_figure::interrupt),
+        interrupt_measurement: Some(dispatch_figure::interrupt_measurement),
     },
     LiveFigure {
         embedded_scenario: EmbeddedScenario {
@@ -66,7 +66,7 @@ pub const FIGURES: &[LiveFigure] = &[
             toml_text: include_str!("../../scenarios/live/ringleader-bimodal-live.toml"),
         },
         measure: dispatch_figure::server_figure::measure,
-        interrupt: Some(dispatch_figure::interrupt),
+        interrupt_measurement: Some(dispatch_figure::interrupt_measurement),
     },
     LiveFigure {
         embedded_scenario: EmbeddedScenario {
@@ -74,7 +74,7 @@ pub const FIGURES: &[LiveFigure] = &[
             toml_text: include_str!("../../scenarios/live/ringleader-high-bimodal-live.toml"),
         },
         measure: dispatch_figure::server_figure::measure,
-        interrupt: Some(dispatch_figure::interrupt),
+        interrupt_measurement: Some(dispatch_figure::interrupt_measurement),
     },
     LiveFigure {
         embedded_scenario: EmbeddedScenario {
@@ -82,7 +82,7 @@ pub const FIGURES: &[LiveFigure] = &[
             toml_text: include_str!("../../scenarios/live/ringleader-rocksdb-live.toml"),
         },
         measure: dispatch_figure::server_figure::measure,
-        interrupt: Some(dispatch_figure::interrupt),
+        interrupt_measurement: Some(dispatch_figure::interrupt_measurement),
     },
     LiveFigure {
         embedded_scenario: EmbeddedScenario {
@@ -90,7 +90,7 @@ pub const FIGURES: &[LiveFigure] = &[
             toml_text: include_str!("../../scenarios/live/ringleader-cores-live.toml"),
         },
         measure: dispatch_figure::cores_figure::measure,
-        interrupt: Some(dispatch_figure::interrupt),
+        interrupt_measurement: Some(dispatch_figure::interrupt_measurement),
     },
     LiveFigure {
         embedded_scenario: EmbeddedScenario {
@@ -98,7 +98,7 @@ pub const FIGURES: &[LiveFigure] = &[
             toml_text: include_str!("../../scenarios/live/path-live.toml"),
         },
         measure: dispatch_figure::path_figure::measure,
-        interrupt: Some(dispatch_figure::interrupt),
+        interrupt_measurement: Some(dispatch_figure::interrupt_measurement),
     },
 ];
 
@@ -108,8 +108,8 @@ mod tests {
 
     #[test]
     fn every_live_scenario_is_valid() {
-        for live in FIGURES {
-            let scenario = live.embedded_scenario.scenario().unwrap_or_else(|error| panic!("{error}"));
+        for live in LIVE_FIGURES {
+            let scenario = live.embedded_scenario.parse_scenario().unwrap_or_else(|error| panic!("{error}"));
             assert!(
                 scenario.live.is_some() && live.embedded_scenario.name.ends_with("-live"),
                 "{}",

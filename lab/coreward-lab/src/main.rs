@@ -8,7 +8,7 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory as _, Parser as _};
 use coreward_bench::cli::{self as bench, BenchArgs};
-use coreward_cli::shell::ShellCommand;
+use coreward_cli::shell::CliDocumentationCommand;
 use coreward_cli::{exit_status, print};
 use coreward_fuzz::cli::{self as fuzz, FuzzArgs};
 use coreward_load::cli::{self as load, LoadArgs};
@@ -41,7 +41,7 @@ enum Command {
     /// Compare the load balancer's BPF program with the reference model on generated packets (needs root)
     Fuzz(FuzzArgs),
     #[command(flatten)]
-    Shell(ShellCommand),
+    Shell(CliDocumentationCommand),
 }
 
 fn main() -> ExitCode {
@@ -53,7 +53,7 @@ fn run(command: Command) -> anyhow::Result<()> {
     match command {
         Command::Demo(options) => demo::run(&options),
         Command::Sim(args) => print(&sim::run(args)?),
-        Command::Figure(args) => figure::run(args, live::FIGURES),
+        Command::Figure(args) => figure::run(args, live::LIVE_FIGURES),
         Command::Load(args) => print(&load::run(&args)?),
         // Before the first thread starts, because some servers of the testbed fork.
         Command::Testbed(args) => testbed::run(&args),

@@ -8,13 +8,13 @@ use coreward_intf as intf;
 use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
 
-use crate::change::Difference;
-use crate::epoch::{self, Epoch};
+use crate::change::ModelDifference;
+use crate::epoch::{self, FuzzEpoch};
 
 /// Condition on which a campaign ends, unless it finds a difference before.
 #[derive(Debug, Clone, Copy)]
-pub enum RunLimit {
-    Packets(u64),
+pub enum CampaignLimit {
+    PacketCount(u64),
     /// Duration of the campaign, after which running epochs also end.
     Elapsed(Duration),
 }
@@ -24,31 +24,31 @@ pub struct Campaign {
     /// Seed from which the seeds of all epochs are derived, whatever the number of threads.
     pub seed: u64,
     pub first_epoch: u64,
-    pub limit: RunLimit,
+    pub limit: CampaignLimit,
     /// Number of threads, each of which tests its own load balancer.
-    pub threads: usize,
+    pub thread_count: usize,
 }
 
 /// Difference between BPF program and reference model, and the epoch in which it was found.
 #[derive(Debug)]
-pub struct Failure {
+pub struct EpochFailure {
     pub epoch: u64,
     /// Number of packets from the start of the epoch up to the one that shows the difference.
-    pub packets: u64,
-    pub difference: Difference,
+    pub packet_count: u64,
+    pub difference: ModelDifference,
 }
 
 /// Counts and result of a finished campaign.
 #[derive(Debug)]
-pub struct Summary {
-    pub packets: u64,
-    pub epochs: u64,
+pub struct CampaignSummary {
+    pub packet_count: u64,
+    pub epoch_count: u64,
     /// Duration of the whole campaign.
     pub elapsed: Duration,
     /// Number of packets by their outcome, indexed by `enum lb_counter`.
-    pub outcomes: Vec<u64>,
+    pub counts_by_outcome: Vec<u64>,
     /// First difference that was found, if any.
-    pub failure: Option<Failure>,
+    pub failure: Option<EpochFailure>,
 }
 
 impl Campaign {
@@ -58,38 +58,40 @@ impl Campaign {
     }
 
     /// Runs all epochs of the campaign. After each one, calls `progress` with the number of packets so far.
-    pub fn run(&self, progress: impl Fn(u64) + Sync) -> anyhow::Result<Summary> {
+    pub fn run(&self, progress: impl Fn(u64) + Sync) -> anyhow::Result<CampaignSummary> {
         let start = Instant::now();
-        let (next, ended) = (AtomicU64::new(0), AtomicBool::new(false));
-        let summary = Mutex::new(Summary {
-            packets: 0,
-            epochs: 0,
+        let (next_epoch, has_ended) = (AtomicU64::new(0), AtomicBool::new(false));
+        let summary = Mutex::new(CampaignSummary {
+            packet_count: 0,
+            epoch_count: 0,
             elapsed: Duration::ZERO,
-            outcomes: vec![0; intf::LB_COUNTER_COUNT as usize],
+            counts_by_outcome: vec![0; intf::LB_COUNTER_COUNT as usize],
             failure: None,
         });
-        let work = || -> anyhow::Result<()> {
-            while !ended.load(Ordering::Relaxed) {
-                let number = next.fetch_add(1, Ordering::Relaxed);
-                let Some(packets) = self.packets_of(number, start) else { break };
-                let mut outcomes = vec![0; intf::LB_COUNTER_COUNT as usize];
-                let (given, found) = self.run_epoch(number, packets, start, &ended, &mut outcomes)?;
+        let run_epochs = || -> anyhow::Result<()> {
+            while !has_ended.load(Ordering::Relaxed) {
+                let number = next_epoch.fetch_add(1, Ordering::Relaxed);
+                let Some(packet_limit) = self.epoch_packet_count(number, start) else { break };
+                let mut counts_by_outcome = vec![0; intf::LB_COUNTER_COUNT as usize];
+                let (compared_packets, mismatch) =
+                    self.run_epoch(number, packet_limit, start, &has_ended, &mut counts_by_outcome)?;
                 let mut summary = summary.lock().expect("no thread panicked");
-                summary.packets += given;
-                summary.epochs += 1;
-                summary.outcomes.iter_mut().zip(&outcomes).for_each(|(sum, count)| *sum += count);
-                progress(summary.packets);
-                if let Some(found) = found {
-                    ended.store(true, Ordering::Relaxed);
+                summary.packet_count += compared_packets;
+                summary.epoch_count += 1;
+                summary.counts_by_outcome.iter_mut().zip(&counts_by_outcome).for_each(|(sum, count)| *sum += count);
+                progress(summary.packet_count);
+                if let Some(found) = mismatch {
+                    has_ended.store(true, Ordering::Relaxed);
                     let epoch = self.first_epoch + number;
-                    let failure = Failure { epoch, packets: found.packets, difference: found.difference };
+                    let failure =
+                        EpochFailure { epoch, packet_count: found.packet_count, difference: found.difference };
                     summary.failure.get_or_insert(failure);
                 }
             }
             Ok(())
         };
         std::thread::scope(|scope| {
-            let threads: Vec<_> = (0..self.threads).map(|_| scope.spawn(work)).collect();
+            let threads: Vec<_> = (0..self.thread_count).map(|_| scope.spawn(run_epochs)).collect();
             threads.into_iter().try_for_each(|thread| thread.join().expect("no thread panicked"))
         })?;
         let mut summary = summary.into_inner().expect("no thread panicked");
@@ -98,13 +100,13 @@ impl Campaign {
     }
 
     /// Returns the number of packets of an epoch in this campaign; `None` when the campaign ends before that epoch.
-    fn packets_of(&self, number: u64, start: Instant) -> Option<u64> {
+    fn epoch_packet_count(&self, number: u64, start: Instant) -> Option<u64> {
         match self.limit {
-            RunLimit::Packets(total) => {
-                let before = number * epoch::PACKET_COUNT;
-                (before < total).then(|| epoch::PACKET_COUNT.min(total - before))
+            CampaignLimit::PacketCount(total) => {
+                let packets_before_epoch = number * epoch::PACKETS_PER_EPOCH;
+                (packets_before_epoch < total).then(|| epoch::PACKETS_PER_EPOCH.min(total - packets_before_epoch))
             }
-            RunLimit::Elapsed(time) => (start.elapsed() < time).then_some(epoch::PACKET_COUNT),
+            CampaignLimit::Elapsed(time) => (start.elapsed() < time).then_some(epoch::PACKETS_PER_EPOCH),
         }
     }
 
@@ -117,19 +119,20 @@ impl Campaign {
         ended: &AtomicBool,
         outcomes: &mut [u64],
     ) -> anyhow::Result<(u64, Option<epoch::Mismatch>)> {
-        const PART: u64 = 8192;
-        let mut epoch = Epoch::new(self.epoch_seed(self.first_epoch + number), true)?;
-        let mut given = 0;
-        while given < packets && !ended.load(Ordering::Relaxed) {
-            given = packets.min(given + PART);
-            let found = epoch.run(given, |outcome| outcomes[outcome.counter as usize] += 1)?;
-            if let Some(found) = found {
-                return Ok((found.packets, Some(found)));
+        const PACKETS_PER_PART: u64 = 8192;
+        let mut epoch = FuzzEpoch::new(self.epoch_seed(self.first_epoch + number), true)?;
+        let mut compared_packets = 0;
+        while compared_packets < packets && !ended.load(Ordering::Relaxed) {
+            compared_packets = packets.min(compared_packets + PACKETS_PER_PART);
+            let mismatch =
+                epoch.run_until_packet(compared_packets, |outcome| outcomes[outcome.counter as usize] += 1)?;
+            if let Some(found) = mismatch {
+                return Ok((found.packet_count, Some(found)));
             }
-            if matches!(self.limit, RunLimit::Elapsed(time) if start.elapsed() >= time) {
+            if matches!(self.limit, CampaignLimit::Elapsed(time) if start.elapsed() >= time) {
                 break;
             }
         }
-        Ok((given, epoch.compare_large_tables()?))
+        Ok((compared_packets, epoch.compare_large_tables()?))
     }
 }

@@ -5,11 +5,11 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use coreward_intf as intf;
 use coreward_model::forwarding::Forwarding;
 
-use crate::campaign::{Campaign, Failure, RunLimit, Summary};
+use crate::campaign::{Campaign, CampaignLimit, CampaignSummary, EpochFailure};
 use crate::consistency;
-use crate::epoch::Step;
-use crate::frame::hex;
-use crate::shrink::shrink;
+use crate::epoch::EpochStep;
+use crate::frame::format_hex;
+use crate::shrink::shrink_epoch;
 
 /// Arguments of `coreward-lab fuzz`.
 #[derive(clap::Args)]
@@ -48,7 +48,7 @@ struct PacketsArgs {
 #[derive(clap::Args)]
 struct ConsistencyArgs {
     /// Number of connections
-    #[arg(long, default_value_t = consistency::Config::default().connections)]
+    #[arg(long, default_value_t = consistency::Config::default().connection_count)]
     connections: u32,
     /// Virtual time in which the connections are opened (minutes)
     #[arg(long, default_value_t = consistency::Config::default().minutes)]
@@ -57,7 +57,7 @@ struct ConsistencyArgs {
     #[arg(long, default_value_t = consistency::Config::default().changes_per_minute)]
     changes: u32,
     /// Number of load balancers
-    #[arg(long, default_value_t = consistency::Config::default().load_balancers)]
+    #[arg(long, default_value_t = consistency::Config::default().load_balancer_count)]
     load_balancers: usize,
     /// Consistency mode: stateless or stateful
     #[arg(long, default_value = "stateless")]
@@ -76,47 +76,49 @@ struct ConsistencyArgs {
     model_only: bool,
 }
 
-fn consistency(arguments: &ConsistencyArgs) -> anyhow::Result<()> {
+fn run_consistency_check(arguments: &ConsistencyArgs) -> anyhow::Result<()> {
     let config = consistency::Config {
-        connections: arguments.connections,
+        connection_count: arguments.connections,
         minutes: arguments.minutes,
         changes_per_minute: arguments.changes,
         key_rotation_ms: consistency::Config::default().key_rotation_ms,
-        load_balancers: arguments.load_balancers,
+        load_balancer_count: arguments.load_balancers,
         consistency: arguments.mode.parse()?,
         forwarding: arguments.forwarding,
-        ipv6: arguments.family == "6",
+        has_ipv6_vip: arguments.family == "6",
         seed: arguments.seed,
-        with_program: !arguments.model_only,
+        runs_bpf_program: !arguments.model_only,
     };
     let start = std::time::Instant::now();
     let report = consistency::run(config)?;
     println!("{report}");
     println!("{:.1} s", start.elapsed().as_secs_f64());
-    anyhow::ensure!(report.guarantees_hold(), "packets of one connection reached two servers");
+    anyhow::ensure!(report.are_guarantees_kept(), "packets of one connection reached two servers");
     Ok(())
 }
 
 /// Runs a campaign or the consistency check. Fails at the first difference, or when a BPF program cannot be loaded.
 pub fn run(arguments: FuzzArgs) -> anyhow::Result<()> {
     match arguments.command {
-        Command::Packets(arguments) => packets(&arguments),
-        Command::Consistency(arguments) => consistency(&arguments),
+        Command::Packets(arguments) => run_packet_campaign(&arguments),
+        Command::Consistency(arguments) => run_consistency_check(&arguments),
     }
 }
 
-fn packets(arguments: &PacketsArgs) -> anyhow::Result<()> {
-    let clock = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
+fn run_packet_campaign(arguments: &PacketsArgs) -> anyhow::Result<()> {
+    let unix_seconds = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
     let campaign = Campaign {
-        seed: arguments.seed.unwrap_or_else(clock),
+        seed: arguments.seed.unwrap_or_else(unix_seconds),
         first_epoch: arguments.epoch,
-        limit: arguments.packets.map_or(RunLimit::Elapsed(Duration::from_secs(arguments.seconds)), RunLimit::Packets),
-        threads: match arguments.threads {
+        limit: arguments
+            .packets
+            .map_or(CampaignLimit::Elapsed(Duration::from_secs(arguments.seconds)), CampaignLimit::PacketCount),
+        thread_count: match arguments.threads {
             Some(threads) => threads,
             None => std::thread::available_parallelism()?.get(),
         },
     };
-    println!("seed {}, {} threads", campaign.seed, campaign.threads);
+    println!("seed {}, {} threads", campaign.seed, campaign.thread_count);
     let start = std::time::Instant::now();
     let summary = campaign.run(|packets| {
         // Long runs print at most some dozen lines, not one per epoch.
@@ -124,32 +126,32 @@ fn packets(arguments: &PacketsArgs) -> anyhow::Result<()> {
             println!("{packets} packets after {:.0} s", start.elapsed().as_secs_f64());
         }
     })?;
-    show(&summary);
+    print_summary(&summary);
     match &summary.failure {
-        Some(failure) => Err(explain(&campaign, failure)),
+        Some(failure) => Err(shrink_and_describe(&campaign, failure)),
         None => Ok(()),
     }
 }
 
-fn show(summary: &Summary) {
+fn print_summary(summary: &CampaignSummary) {
     let seconds = summary.elapsed.as_secs_f64();
     println!(
         "{} packets in {} epochs compared in {seconds:.1} s: {:.0} a second",
-        summary.packets,
-        summary.epochs,
-        summary.packets as f64 / seconds
+        summary.packet_count,
+        summary.epoch_count,
+        summary.packet_count as f64 / seconds
     );
-    for (name, count) in intf::LB_COUNTER_NAMES.iter().zip(&summary.outcomes) {
+    for (name, count) in intf::LB_COUNTER_NAMES.iter().zip(&summary.counts_by_outcome) {
         println!("  {name:28}{count:12}");
     }
 }
 
 /// Prints the difference, and the shrunk steps that reproduce it, if any. Returns it as the error of the command.
-fn explain(campaign: &Campaign, failure: &Failure) -> anyhow::Error {
-    println!("DIFFERENCE in packet {} of epoch {}: {}", failure.packets, failure.epoch, failure.difference);
+fn shrink_and_describe(campaign: &Campaign, failure: &EpochFailure) -> anyhow::Error {
+    println!("DIFFERENCE in packet {} of epoch {}: {}", failure.packet_count, failure.epoch, failure.difference);
     println!("again: coreward-lab fuzz packets --seed {} --epoch {} --threads 1", campaign.seed, failure.epoch);
     println!("shrinking ...");
-    match shrink(campaign.epoch_seed(failure.epoch), failure.packets) {
+    match shrink_epoch(campaign.epoch_seed(failure.epoch), failure.packet_count) {
         Ok(Some(shrunk)) => {
             println!("the least that shows it: {} steps", shrunk.steps.len());
             shrunk.steps.iter().for_each(print_step);
@@ -161,13 +163,13 @@ fn explain(campaign: &Campaign, failure: &Failure) -> anyhow::Error {
     anyhow::anyhow!("BPF program and reference model differ")
 }
 
-fn print_step(step: &Step) {
+fn print_step(step: &EpochStep) {
     match step {
-        Step::Packet(frame) => println!("  packet, {} bytes:\n    {}", frame.len(), hex(frame)),
-        Step::Change(change) => {
+        EpochStep::Packet(frame) => println!("  packet, {} bytes:\n    {}", frame.len(), format_hex(frame)),
+        EpochStep::Change(change) => {
             // Tables have long texts.
-            let text = format!("{change:?}");
-            println!("  {}", text.chars().take(400).collect::<String>());
+            let change_text = format!("{change:?}");
+            println!("  {}", change_text.chars().take(400).collect::<String>());
         }
     }
 }

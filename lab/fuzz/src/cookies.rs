@@ -17,18 +17,18 @@ use std::net::Ipv4Addr;
 use anyhow::ensure;
 use coreward_intf as intf;
 use coreward_model::consistency::ServiceMode;
-use coreward_model::cookie::{self, Cookie, CookieKey, FleetKeys, KeyIndex};
+use coreward_model::cookie::{self, Cookie, CookieKey, FleetCookieKeys, KeyIndex};
 use coreward_model::lb::{Server, TokenBucketSelector};
 use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 
-use crate::change::Change;
+use crate::change::StateChange;
 use crate::frame::{self, EthernetIpHeader, TcpHeader, timestamp_option};
 use crate::fuzz_rng::FuzzRng;
 use crate::harness::{Harness, HarnessSetup, OWN_MAC, TIME_KEY};
 
-const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
-const ACK: u8 = 0x10;
+const SERVICE_ADDRESS: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
+const TCP_FLAG_ACK: u8 = 0x10;
 
 /// Number of packets that reached each server, among those with a number of TSecr values.
 #[derive(Debug, Clone)]
@@ -41,13 +41,18 @@ impl TsecrCoverage {
     /// Returns how many standard deviations Pearson's chi-square over "server 1, server 2, ..., none" is above its
     /// mean, if each server gets a TSecr with probability 2^-15. (With thousands of servers chi-square is nearly
     /// normal.)
-    pub fn z_score(&self) -> f64 {
+    pub fn chi_square_z_score(&self) -> f64 {
         let servers = self.packets_by_server.len() as f64;
-        let each = self.tried_count as f64 / f64::from(intf::COOKIE_HIDDEN_MASK + 1);
-        let hits: u64 = self.packets_by_server.values().sum();
-        let none = (self.tried_count as f64 - each * servers, (self.tried_count - hits) as f64);
-        let cells = self.packets_by_server.values().map(|count| (each, *count as f64)).chain([none]);
-        let chi_square: f64 = cells.map(|(expected, found)| (found - expected).powi(2) / expected).sum();
+        let expected_per_server = self.tried_count as f64 / f64::from(intf::COOKIE_HIDDEN_MASK + 1);
+        let server_hits: u64 = self.packets_by_server.values().sum();
+        let expected_and_found_without_server =
+            (self.tried_count as f64 - expected_per_server * servers, (self.tried_count - server_hits) as f64);
+        let expected_and_found = self
+            .packets_by_server
+            .values()
+            .map(|count| (expected_per_server, *count as f64))
+            .chain([expected_and_found_without_server]);
+        let chi_square: f64 = expected_and_found.map(|(expected, found)| (found - expected).powi(2) / expected).sum();
         (chi_square - servers) / (2.0 * servers).sqrt()
     }
 }
@@ -56,7 +61,7 @@ impl TsecrCoverage {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct BitFlipCounts {
     /// Number of valid cookies whose bits were flipped.
-    pub cookies: u64,
+    pub cookie_count: u64,
     /// Number of packets that reached another server, by flipped bit of TSecr.
     pub other_server_counts: [u64; 32],
     /// Number of packets that reached the server of the cookie, by flipped bit of TSecr.
@@ -66,12 +71,12 @@ pub struct BitFlipCounts {
 /// Load balancer with one service, to which packets with forged cookies are sent.
 pub struct CookieTester {
     harness: Harness,
-    keys: FleetKeys,
-    servers: Vec<ServerId>,
-    known: BTreeSet<ServerId>,
+    cookie_keys: FleetCookieKeys,
+    server_ids: Vec<ServerId>,
+    known_ids: BTreeSet<ServerId>,
     service_slot: usize,
     rng: FuzzRng,
-    packet: Vec<u8>,
+    packet_bytes: Vec<u8>,
 }
 
 impl CookieTester {
@@ -79,72 +84,78 @@ impl CookieTester {
     /// program, which fails without the necessary capabilities.
     pub fn new(seed: u64, servers: usize, with_program: bool) -> anyhow::Result<Self> {
         let mut rng = FuzzRng::new(seed, 1);
-        let mut key = || CookieKey { k0: rng.u64(), k1: rng.u64() };
-        let keys = FleetKeys { keys: [key(), key()], current: KeyIndex::First };
-        let mut harness = Harness::new(HarnessSetup::new(OWN_MAC, keys), with_program)?;
-        let address = ServiceAddress { socket: VIP.into(), protocol: Protocol::Tcp };
-        let service_slot = harness.change(&Change::Services(vec![(address, ServiceMode::default())]))?[0];
-        let mut known = BTreeSet::new();
-        while known.len() < servers {
-            let id = ServerId::try_from(rng.below(ServerId::COUNT) as u64)?;
-            if known.insert(id) {
-                let [high, low] = id.get().to_be_bytes();
-                let server = Server { mac: Some([2, 0, 0, 0, high, low]), eligible: true };
-                harness.change(&Change::Server(service_slot, id, Some(server)))?;
+        let mut random_key = || CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
+        let cookie_keys = FleetCookieKeys { keys: [random_key(), random_key()], current: KeyIndex::First };
+        let mut harness = Harness::new(HarnessSetup::new(OWN_MAC, cookie_keys), with_program)?;
+        let service_address = ServiceAddress { socket: SERVICE_ADDRESS.into(), protocol: Protocol::Tcp };
+        let service_slot =
+            harness.apply_change(&StateChange::ReplaceServices(vec![(service_address, ServiceMode::default())]))?[0];
+        let mut known_ids = BTreeSet::new();
+        while known_ids.len() < servers {
+            let server_id = ServerId::try_from(rng.random_below(ServerId::COUNT) as u64)?;
+            if known_ids.insert(server_id) {
+                let [id_high_byte, id_low_byte] = server_id.get().to_be_bytes();
+                let server = Server { mac: Some([2, 0, 0, 0, id_high_byte, id_low_byte]), is_eligible: true };
+                harness.apply_change(&StateChange::SetServer(service_slot, server_id, Some(server)))?;
             }
         }
-        let servers = known.iter().copied().collect();
-        Ok(Self { harness, keys, servers, known, service_slot, rng, packet: Vec::new() })
+        let server_ids = known_ids.iter().copied().collect();
+        Ok(Self { harness, cookie_keys, server_ids, known_ids, service_slot, rng, packet_bytes: Vec::new() })
     }
 
-    fn client(&mut self) -> (Ipv4Addr, u16) {
-        (Ipv4Addr::from(self.rng.u32()), self.rng.u16())
+    fn random_client(&mut self) -> (Ipv4Addr, u16) {
+        (Ipv4Addr::from(self.rng.next_u32()), self.rng.next_u16())
     }
 
     /// Returns a random server, and a valid cookie of it under one of the two keys.
-    fn draw_valid_cookie(&mut self, client: (Ipv4Addr, u16)) -> (ServerId, u32) {
-        let server = self.rng.pick(&self.servers);
+    fn random_valid_cookie(&mut self, client: (Ipv4Addr, u16)) -> (ServerId, u32) {
+        let server = self.rng.pick(&self.server_ids);
         let current = self.rng.pick(&[KeyIndex::First, KeyIndex::Second]);
-        let keys = FleetKeys { current, ..self.keys };
+        let keys_with_current = FleetCookieKeys { current, ..self.cookie_keys };
         let tsecr = cookie::stamp_tsval(
-            &keys,
+            &keys_with_current,
             &TIME_KEY,
-            &FourTuple::ipv4(client, VIP),
+            &FourTuple::ipv4(client, SERVICE_ADDRESS),
             Cookie::Server(server),
-            self.rng.u32(),
+            self.rng.next_u32(),
         );
         (server, tsecr)
     }
 
     /// Sends a packet with this TSecr and returns the server that it reaches; `None` when it is broadcast.
     fn send_and_find_server(&mut self, client: (Ipv4Addr, u16), tsecr: u32) -> anyhow::Result<Option<ServerId>> {
-        let buckets = TokenBucketSelector::Service(self.service_slot, intf::LIMITED_UNKNOWN_COOKIE);
-        self.harness.change(&Change::BroadcastTokens(buckets, true))?;
-        let ip = EthernetIpHeader {
-            mac: OWN_MAC,
+        let unknown_cookie_buckets = TokenBucketSelector::Service(self.service_slot, intf::LIMITED_UNKNOWN_COOKIE);
+        self.harness.apply_change(&StateChange::SetBroadcastTokens(unknown_cookie_buckets, true))?;
+        let ip_header = EthernetIpHeader {
+            destination_mac: OWN_MAC,
             source: client.0,
-            destination: VIP.0,
-            protocol: frame::TCP,
-            identification: 0,
-            fragment: 0x4000,
+            destination: SERVICE_ADDRESS.0,
+            protocol: frame::PROTOCOL_TCP,
+            ip_identification: 0,
+            fragment_flags_and_offset: 0x4000,
             option_words: 0,
             tos_and_ttl: [0, 64],
         };
-        let options = [&[1, 1][..], &timestamp_option(1, tsecr)].concat();
-        let segment = TcpHeader { ports: (client.1, VIP.1), flags: ACK, options };
-        self.packet.clear();
-        ip.append_frame(&mut self.packet, |packet| segment.append_segment(packet, (1, 1), 0));
-        let (outcome, difference) = self.harness.process_packet(&self.packet)?;
+        let tcp_options = [&[1, 1][..], &timestamp_option(1, tsecr)].concat();
+        let tcp_header = TcpHeader { ports: (client.1, SERVICE_ADDRESS.1), flags: TCP_FLAG_ACK, options: tcp_options };
+        self.packet_bytes.clear();
+        ip_header.append_frame(&mut self.packet_bytes, |packet| tcp_header.append_segment(packet, (1, 1), 0));
+        let (outcome, difference) = self.harness.process_packet(&self.packet_bytes)?;
         if let Some(difference) = difference {
             anyhow::bail!("BPF program and reference model differ in {difference}");
         }
-        let to = &self.harness.frame_after()[..6];
+        let destination_mac = &self.harness.frame_after()[..6];
         match outcome.server {
             Some(id) => {
-                ensure!(self.known.contains(&id), "a TSecr reached {id}, which is not known");
-                ensure!(to == [&[2, 0, 0, 0][..], &id.get().to_be_bytes()].concat(), "sent to {to:x?}, not to {id}");
+                ensure!(self.known_ids.contains(&id), "a TSecr reached {id}, which is not known");
+                ensure!(
+                    destination_mac == [&[2, 0, 0, 0][..], &id.get().to_be_bytes()].concat(),
+                    "sent to {destination_mac:x?}, not to {id}"
+                );
             }
-            None => ensure!(outcome.counter == intf::LB_COUNTER_BROADCAST && to == [0xff; 6], "{outcome:?}"),
+            None => {
+                ensure!(outcome.counter == intf::LB_COUNTER_BROADCAST && destination_mac == [0xff; 6], "{outcome:?}")
+            }
         }
         Ok(outcome.server)
     }
@@ -154,7 +165,7 @@ impl CookieTester {
         tsecr_values: u64,
         mut tsecr: impl FnMut(&mut Self) -> ((Ipv4Addr, u16), u32),
     ) -> anyhow::Result<TsecrCoverage> {
-        let mut packets_by_server: BTreeMap<ServerId, u64> = self.servers.iter().map(|id| (*id, 0)).collect();
+        let mut packets_by_server: BTreeMap<ServerId, u64> = self.server_ids.iter().map(|id| (*id, 0)).collect();
         for _ in 0..tsecr_values {
             let (client, tsecr) = tsecr(self);
             if let Some(id) = self.send_and_find_server(client, tsecr)? {
@@ -167,36 +178,36 @@ impl CookieTester {
     /// Sends random TSecr values from random clients. Fails when a packet reaches an unknown server, or when program
     /// and reference model differ.
     pub fn send_random_tsecrs(&mut self, tsecr_values: u64) -> anyhow::Result<TsecrCoverage> {
-        self.measure_coverage(tsecr_values, |cookies| (cookies.client(), cookies.rng.u32()))
+        self.measure_coverage(tsecr_values, |cookies| (cookies.random_client(), cookies.rng.next_u32()))
     }
 
     /// Sends valid cookies of one connection in packets of another connection.
-    pub fn replay_cookies(&mut self, tsecr_values: u64) -> anyhow::Result<TsecrCoverage> {
+    pub fn replay_on_other_connections(&mut self, tsecr_values: u64) -> anyhow::Result<TsecrCoverage> {
         self.measure_coverage(tsecr_values, |cookies| {
-            let (client, other) = (cookies.client(), cookies.client());
-            (other, cookies.draw_valid_cookie(client).1)
+            let (client, other) = (cookies.random_client(), cookies.random_client());
+            (other, cookies.random_valid_cookie(client).1)
         })
     }
 
     /// Flips each single bit of `cookies` valid cookies. Fails as [`send_random_tsecrs`](Self::send_random_tsecrs)
     /// does, or when an unchanged cookie does not reach its server.
     pub fn flip_cookie_bits(&mut self, cookies: u64) -> anyhow::Result<BitFlipCounts> {
-        let mut flips = BitFlipCounts { cookies, ..BitFlipCounts::default() };
+        let mut flip_counts = BitFlipCounts { cookie_count: cookies, ..BitFlipCounts::default() };
         for _ in 0..cookies {
-            let client = self.client();
-            let (server, tsecr) = self.draw_valid_cookie(client);
+            let client = self.random_client();
+            let (server, tsecr) = self.random_valid_cookie(client);
             ensure!(
                 self.send_and_find_server(client, tsecr)? == Some(server),
                 "a valid cookie of {server} went astray"
             );
             for bit in 0..32 {
                 match self.send_and_find_server(client, tsecr ^ 1 << bit)? {
-                    Some(id) if id == server => flips.same_server_counts[bit] += 1,
-                    Some(_) => flips.other_server_counts[bit] += 1,
+                    Some(id) if id == server => flip_counts.same_server_counts[bit] += 1,
+                    Some(_) => flip_counts.other_server_counts[bit] += 1,
                     None => {}
                 }
             }
         }
-        Ok(flips)
+        Ok(flip_counts)
     }
 }

@@ -1,90 +1,93 @@
 //! Epoch: a new load balancer, and some hundred thousand packets and changes that one seed determines.
 
-use coreward_model::connection_table::OwnerNumber;
+use coreward_model::connection_table::TableOwnerNumber;
 use coreward_model::lb::Outcome;
 
-use crate::change::{Change, Difference};
+use crate::change::{ModelDifference, StateChange};
 use crate::fuzz_rng::FuzzRng;
-use crate::gen_state::GenState;
+use crate::gen_state::GeneratorState;
 use crate::harness::{Harness, HarnessSetup};
 use crate::{frame, generate};
 
-pub const PACKET_COUNT: u64 = 200_000;
+pub const PACKETS_PER_EPOCH: u64 = 200_000;
 /// Number of packets between two comparisons of the whole state.
-const STATE_INTERVAL: u64 = 4096;
+const PACKETS_PER_STATE_COMPARISON: u64 = 4096;
 
 /// Input of an epoch: a change of the state, or a packet.
 #[derive(Debug, Clone)]
-pub enum Step {
-    Change(Change),
+pub enum EpochStep {
+    Change(StateChange),
     Packet(Vec<u8>),
 }
 
 /// Generator of packets and changes, with the harness that processes them.
-pub struct Epoch {
+pub struct FuzzEpoch {
     rng: FuzzRng,
-    state: GenState,
+    generator_state: GeneratorState,
     /// BPF program with its reference model, or the reference model only.
     pub harness: Harness,
     /// Changes that must be applied before the next packet, in reverse order.
-    due_changes: Vec<Change>,
-    packet: Vec<u8>,
-    packets: u64,
+    due_changes: Vec<StateChange>,
+    packet_bytes: Vec<u8>,
+    packet_count: u64,
 }
 
 /// Difference between program and reference model, and the packet that showed it.
 #[derive(Debug)]
 pub struct Mismatch {
     /// Number of packets from the start of the epoch up to the one that shows the difference.
-    pub packets: u64,
-    pub difference: Difference,
+    pub packet_count: u64,
+    pub difference: ModelDifference,
 }
 
-impl Epoch {
+impl FuzzEpoch {
     /// Starts the epoch of a seed. `with_program` also loads the BPF program, which needs capabilities.
     pub fn new(seed: u64, with_program: bool) -> anyhow::Result<Self> {
         let mut rng = FuzzRng::new(seed, 0);
-        let mut state = GenState::new(&mut rng);
-        let harness = Harness::new(state.setup, with_program)?;
-        let number = OwnerNumber::try_from(1).expect("in range");
-        let due_changes = vec![state.new_services(&mut rng), Change::LocalOwnerNumber(Some(number))];
-        Ok(Self { rng, state, harness, due_changes, packet: Vec::new(), packets: 0 })
+        let mut generator_state = GeneratorState::new(&mut rng);
+        let harness = Harness::new(generator_state.harness_setup, with_program)?;
+        let owner_number = TableOwnerNumber::try_from(1).expect("in range");
+        let due_changes = vec![
+            generator_state.random_services_change(&mut rng),
+            StateChange::SetLocalOwnerNumber(Some(owner_number)),
+        ];
+        Ok(Self { rng, generator_state, harness, due_changes, packet_bytes: Vec::new(), packet_count: 0 })
     }
 
-    fn draw_changes(&mut self) {
-        match self.rng.below(20_000) {
-            0 => self.due_changes.push(self.state.new_services(&mut self.rng)),
-            1 => self.due_changes.extend(self.state.table_change(&mut self.rng)),
-            2..100 => self.due_changes.push(self.state.small_change(&mut self.rng)),
-            100..110 if self.state.frees_connections => {
-                let free = self.draw_free_change();
-                self.due_changes.push(free);
+    fn add_random_changes(&mut self) {
+        match self.rng.random_below(20_000) {
+            0 => self.due_changes.push(self.generator_state.random_services_change(&mut self.rng)),
+            1 => self.due_changes.extend(self.generator_state.random_change_with_grace_period(&mut self.rng)),
+            2..100 => self.due_changes.push(self.generator_state.random_change_without_grace_period(&mut self.rng)),
+            100..110 if self.generator_state.frees_connections => {
+                let free_change = self.random_free_change();
+                self.due_changes.push(free_change);
             }
             _ => {}
         }
     }
 
     /// Returns a change that frees a random part of the connection table's entries.
-    fn draw_free_change(&mut self) -> Change {
-        let mut indexes: Vec<_> = self.harness.model.connections().map(|connection| connection.index).collect();
-        let share = self.rng.below(4);
-        indexes.retain(|_| self.rng.below(4) < share);
-        if self.rng.chance(1, 2) {
-            indexes.reverse();
+    fn random_free_change(&mut self) -> StateChange {
+        let mut entry_indexes: Vec<_> = self.harness.model.connections().map(|connection| connection.index).collect();
+        let quarters_to_free = self.rng.random_below(4);
+        entry_indexes.retain(|_| self.rng.random_below(4) < quarters_to_free);
+        if self.rng.random_bool(1, 2) {
+            entry_indexes.reverse();
         }
-        Change::Free(indexes)
+        StateChange::FreeEntries(entry_indexes)
     }
 
-    fn apply(&mut self, change: &Change) -> anyhow::Result<()> {
-        let service_slots = self.harness.change(change)?;
-        if let Change::Services(services) = change {
-            self.state.record_service_slots(services, &service_slots);
+    fn apply_change(&mut self, change: &StateChange) -> anyhow::Result<()> {
+        let service_slots = self.harness.apply_change(change)?;
+        if let StateChange::ReplaceServices(services) = change {
+            self.generator_state.record_service_slots(services, &service_slots);
             for service in 0..services.len() {
                 // Only new services: services that stay keep their servers.
-                if self.state.services[service].servers.is_empty() {
-                    let mut filling = self.state.fill_service(service, &mut self.rng);
-                    filling.reverse();
-                    self.due_changes.splice(0..0, filling);
+                if self.generator_state.services[service].server_ids.is_empty() {
+                    let mut filling_changes = self.generator_state.changes_to_fill_service(service, &mut self.rng);
+                    filling_changes.reverse();
+                    self.due_changes.splice(0..0, filling_changes);
                 }
             }
         }
@@ -92,38 +95,43 @@ impl Epoch {
     }
 
     /// Applies all due changes, after adding random ones if none is due. Passes each change to `record`.
-    fn apply_due_changes(&mut self, mut record: impl FnMut(Change)) -> anyhow::Result<()> {
+    fn apply_due_changes(&mut self, mut record: impl FnMut(StateChange)) -> anyhow::Result<()> {
         if self.due_changes.is_empty() {
-            self.draw_changes();
+            self.add_random_changes();
         }
         while let Some(change) = self.due_changes.pop() {
-            self.apply(&change)?;
+            self.apply_change(&change)?;
             record(change);
         }
         Ok(())
     }
 
     /// Generates the next packet, stores it in `self.packet`, and processes it in the harness.
-    fn process_next_packet(&mut self) -> anyhow::Result<(Outcome, Option<Difference>)> {
-        generate::write_packet(&self.state, &mut self.rng, &mut self.packet);
-        self.packets += 1;
-        let (outcome, difference) = self.harness.process_packet(&self.packet)?;
-        self.state.observe(&outcome, &frame::untagged(&self.packet));
+    fn process_next_packet(&mut self) -> anyhow::Result<(Outcome, Option<ModelDifference>)> {
+        generate::write_random_packet(&self.generator_state, &mut self.rng, &mut self.packet_bytes);
+        self.packet_count += 1;
+        let (outcome, difference) = self.harness.process_packet(&self.packet_bytes)?;
+        self.generator_state.record_new_entry(&outcome, &frame::without_vlan_tag(&self.packet_bytes));
         Ok((outcome, difference))
     }
 
-    /// Processes packets up to number `packets` or the first difference. Passes every outcome to `seen`.
-    pub fn run(&mut self, packets: u64, mut seen: impl FnMut(Outcome)) -> anyhow::Result<Option<Mismatch>> {
-        while self.packets < packets {
+    /// Processes packets up to number `packets` or the first difference. Passes every outcome to `record_outcome`.
+    pub fn run_until_packet(
+        &mut self,
+        packets: u64,
+        mut record_outcome: impl FnMut(Outcome),
+    ) -> anyhow::Result<Option<Mismatch>> {
+        while self.packet_count < packets {
             self.apply_due_changes(|_| ())?;
             let (outcome, difference) = self.process_next_packet()?;
-            seen(outcome);
+            record_outcome(outcome);
             let difference = difference.or_else(|| {
-                let due = self.packets.is_multiple_of(STATE_INTERVAL) || self.packets == packets;
-                due.then(|| self.harness.compare_state()).flatten()
+                let is_comparison_due =
+                    self.packet_count.is_multiple_of(PACKETS_PER_STATE_COMPARISON) || self.packet_count == packets;
+                is_comparison_due.then(|| self.harness.compare_state()).flatten()
             });
             if let Some(difference) = difference {
-                return Ok(Some(Mismatch { packets: self.packets, difference }));
+                return Ok(Some(Mismatch { packet_count: self.packet_count, difference }));
             }
         }
         Ok(None)
@@ -131,19 +139,19 @@ impl Epoch {
 
     /// Compares the tables that are too large for a comparison during the epoch.
     pub fn compare_large_tables(&self) -> anyhow::Result<Option<Mismatch>> {
-        let flows = self.harness.compare_tables()?;
-        Ok(flows.map(|difference| Mismatch { packets: self.packets, difference }))
+        let table_difference = self.harness.compare_large_tables()?;
+        Ok(table_difference.map(|difference| Mismatch { packet_count: self.packet_count, difference }))
     }
 
     /// Returns the setup of the epoch that this seed determines, and its steps up to packet number `packets`.
-    pub fn steps(seed: u64, packets: u64) -> anyhow::Result<(HarnessSetup, Vec<Step>)> {
-        let mut epoch = Epoch::new(seed, false)?;
-        let setup = epoch.state.setup;
+    pub fn record_steps(seed: u64, packets: u64) -> anyhow::Result<(HarnessSetup, Vec<EpochStep>)> {
+        let mut epoch = FuzzEpoch::new(seed, false)?;
+        let setup = epoch.generator_state.harness_setup;
         let mut steps = Vec::new();
-        while epoch.packets < packets {
-            epoch.apply_due_changes(|change| steps.push(Step::Change(change)))?;
+        while epoch.packet_count < packets {
+            epoch.apply_due_changes(|change| steps.push(EpochStep::Change(change)))?;
             epoch.process_next_packet()?;
-            steps.push(Step::Packet(epoch.packet.clone()));
+            steps.push(EpochStep::Packet(epoch.packet_bytes.clone()));
         }
         Ok((setup, steps))
     }

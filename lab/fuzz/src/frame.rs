@@ -6,22 +6,22 @@ use std::net::Ipv4Addr;
 /// Length of an Ethernet header without a VLAN tag, which is the offset of the IP header.
 pub const ETHERNET_HEADER_BYTES: usize = 14;
 /// IP protocol number of ICMP.
-pub const ICMP: u8 = 1;
-pub const TCP: u8 = 6;
-pub const UDP: u8 = 17;
+pub const PROTOCOL_ICMP: u8 = 1;
+pub const PROTOCOL_TCP: u8 = 6;
+pub const PROTOCOL_UDP: u8 = 17;
 
 /// Fields of the Ethernet and the IPv4 header of a frame.
 #[derive(Debug, Clone)]
 pub struct EthernetIpHeader {
     /// Destination MAC address of the frame.
-    pub mac: [u8; 6],
+    pub destination_mac: [u8; 6],
     pub source: Ipv4Addr,
     pub destination: Ipv4Addr,
     /// IP protocol number of the payload.
     pub protocol: u8,
-    pub identification: u16,
+    pub ip_identification: u16,
     /// Flags and fragment offset of the IPv4 header.
-    pub fragment: u16,
+    pub fragment_flags_and_offset: u16,
     /// Number of 32-bit words of NOP options after the fixed IPv4 header, 0 to 10.
     pub option_words: usize,
     /// Values of the fields type of service and time to live.
@@ -39,93 +39,93 @@ pub struct TcpHeader {
 
 /// Returns the sum of the 16-bit words of `bytes`, with end-around carry (RFC 1071), starting from `start`.
 pub fn ones_complement_sum(bytes: &[u8], start: u32) -> u16 {
-    let mut sum = start;
+    let mut carry_sum = start;
     for pair in bytes.chunks(2) {
-        sum += u32::from(pair[0]) << 8 | u32::from(*pair.get(1).unwrap_or(&0));
+        carry_sum += u32::from(pair[0]) << 8 | u32::from(*pair.get(1).unwrap_or(&0));
     }
-    while sum >> 16 != 0 {
-        sum = (sum & 0xffff) + (sum >> 16);
+    while carry_sum >> 16 != 0 {
+        carry_sum = (carry_sum & 0xffff) + (carry_sum >> 16);
     }
-    sum as u16
+    carry_sum as u16
 }
 
 /// Returns the sum over the IPv4 pseudo-header and `segment`, which is 0xffff if the segment's checksum is correct.
-pub fn transport_sum(ip: &[u8], protocol: u8, segment: &[u8]) -> u16 {
-    let pseudo = u32::from(ones_complement_sum(&ip[12..20], 0)) + u32::from(protocol) + segment.len() as u32;
-    ones_complement_sum(segment, pseudo)
+pub fn transport_checksum_sum(ip: &[u8], protocol: u8, segment: &[u8]) -> u16 {
+    let pseudo_header_sum = u32::from(ones_complement_sum(&ip[12..20], 0)) + u32::from(protocol) + segment.len() as u32;
+    ones_complement_sum(segment, pseudo_header_sum)
 }
 
-fn put_u16(frame: &mut [u8], offset: usize, value: u16) {
+fn write_u16(frame: &mut [u8], offset: usize, value: u16) {
     frame[offset..offset + 2].copy_from_slice(&value.to_be_bytes());
 }
 
 impl EthernetIpHeader {
     /// Appends the Ethernet and the IP header, and the payload that the function `payload` appends.
     pub fn append_frame(&self, frame: &mut Vec<u8>, payload: impl FnOnce(&mut Vec<u8>)) {
-        frame.extend(self.mac);
+        frame.extend(self.destination_mac);
         frame.extend([2, 0, 0, 0, 0, 9, 8, 0]);
         self.append_datagram(frame, payload);
     }
 
     /// Appends the IP header, and the payload that the function `payload` appends.
     pub fn append_datagram(&self, frame: &mut Vec<u8>, payload: impl FnOnce(&mut Vec<u8>)) {
-        let start = frame.len();
+        let ip_offset = frame.len();
         frame.extend([0x45 + self.option_words as u8, self.tos_and_ttl[0], 0, 0]);
-        frame.extend(self.identification.to_be_bytes());
-        frame.extend(self.fragment.to_be_bytes());
+        frame.extend(self.ip_identification.to_be_bytes());
+        frame.extend(self.fragment_flags_and_offset.to_be_bytes());
         frame.extend([self.tos_and_ttl[1], self.protocol, 0, 0]);
         frame.extend(self.source.octets());
         frame.extend(self.destination.octets());
         frame.extend(std::iter::repeat_n(1, 4 * self.option_words));
-        let behind = frame.len();
+        let payload_offset = frame.len();
         payload(frame);
-        let total = (frame.len() - start) as u16;
-        put_u16(frame, start + 2, total);
-        let sum = !ones_complement_sum(&frame[start..behind], 0);
-        put_u16(frame, start + 10, sum);
-        self.checksum_payload(frame, start, behind);
+        let datagram_bytes = (frame.len() - ip_offset) as u16;
+        write_u16(frame, ip_offset + 2, datagram_bytes);
+        let header_checksum = !ones_complement_sum(&frame[ip_offset..payload_offset], 0);
+        write_u16(frame, ip_offset + 10, header_checksum);
+        self.write_transport_checksum(frame, ip_offset, payload_offset);
     }
 
-    fn checksum_payload(&self, frame: &mut [u8], start: usize, behind: usize) {
-        let (header, payload) = frame.split_at_mut(behind);
-        let (at, first) = match self.protocol {
-            TCP => (16, 20),
-            UDP => (6, 8),
-            ICMP => (2, 8),
+    fn write_transport_checksum(&self, frame: &mut [u8], ip_offset: usize, payload_offset: usize) {
+        let (header, payload) = frame.split_at_mut(payload_offset);
+        let (checksum_offset, min_header_bytes) = match self.protocol {
+            PROTOCOL_TCP => (16, 20),
+            PROTOCOL_UDP => (6, 8),
+            PROTOCOL_ICMP => (2, 8),
             _ => return,
         };
         // A later fragment has no transport header.
-        if payload.len() < first || self.fragment & 0x1fff != 0 {
+        if payload.len() < min_header_bytes || self.fragment_flags_and_offset & 0x1fff != 0 {
             return;
         }
-        put_u16(payload, at, 0);
-        let sum = match self.protocol {
-            ICMP => ones_complement_sum(payload, 0),
-            _ => transport_sum(&header[start..], self.protocol, payload),
+        write_u16(payload, checksum_offset, 0);
+        let word_sum = match self.protocol {
+            PROTOCOL_ICMP => ones_complement_sum(payload, 0),
+            _ => transport_checksum_sum(&header[ip_offset..], self.protocol, payload),
         };
         // 0 in UDP means no checksum (RFC 768).
-        let sum = if self.protocol == UDP && sum == 0xffff { 0xffff } else { !sum };
-        put_u16(payload, at, sum);
+        let checksum = if self.protocol == PROTOCOL_UDP && word_sum == 0xffff { 0xffff } else { !word_sum };
+        write_u16(payload, checksum_offset, checksum);
     }
 }
 
 impl TcpHeader {
     /// Appends the TCP header and `payload` bytes of data. `numbers`: sequence and acknowledgement number.
     pub fn append_segment(&self, frame: &mut Vec<u8>, numbers: (u32, u32), payload: usize) {
-        let options = self.options.len().next_multiple_of(4);
+        let option_bytes = self.options.len().next_multiple_of(4);
         frame.extend(self.ports.0.to_be_bytes());
         frame.extend(self.ports.1.to_be_bytes());
         frame.extend(numbers.0.to_be_bytes());
         frame.extend(numbers.1.to_be_bytes());
-        frame.extend([((20 + options) as u8) << 2, self.flags, 0xff, 0xff, 0, 0, 0, 0]);
+        frame.extend([((20 + option_bytes) as u8) << 2, self.flags, 0xff, 0xff, 0, 0, 0, 0]);
         frame.extend(&self.options);
-        frame.extend(std::iter::repeat_n(0, options - self.options.len()));
+        frame.extend(std::iter::repeat_n(0, option_bytes - self.options.len()));
         frame.extend(std::iter::repeat_n(0x5a, payload));
     }
 }
 
 /// Appends a UDP header without a checksum, and `payload` bytes of data.
-pub fn udp(frame: &mut Vec<u8>, ports: (u16, u16), payload: usize) {
+pub fn append_udp(frame: &mut Vec<u8>, ports: (u16, u16), payload: usize) {
     frame.extend(ports.0.to_be_bytes());
     frame.extend(ports.1.to_be_bytes());
     frame.extend((8 + payload as u16).to_be_bytes());
@@ -134,20 +134,20 @@ pub fn udp(frame: &mut Vec<u8>, ports: (u16, u16), payload: usize) {
 }
 
 pub fn timestamp_option(value: u32, tsecr: u32) -> [u8; 10] {
-    let mut option = [8, 10, 0, 0, 0, 0, 0, 0, 0, 0];
-    option[2..6].copy_from_slice(&value.to_be_bytes());
-    option[6..].copy_from_slice(&tsecr.to_be_bytes());
-    option
+    let mut tcp_option = [8, 10, 0, 0, 0, 0, 0, 0, 0, 0];
+    tcp_option[2..6].copy_from_slice(&value.to_be_bytes());
+    tcp_option[6..].copy_from_slice(&tsecr.to_be_bytes());
+    tcp_option
 }
 
 /// Inserts an 802.1Q tag behind the MAC addresses.
-pub fn insert_tag(frame: &mut Vec<u8>, tag: u16) {
-    let [high, low] = tag.to_be_bytes();
-    frame.splice(ETHERNET_HEADER_BYTES - 2..ETHERNET_HEADER_BYTES - 2, [0x81, 0, high, low]);
+pub fn insert_vlan_tag(frame: &mut Vec<u8>, tag: u16) {
+    let [tag_high_byte, tag_low_byte] = tag.to_be_bytes();
+    frame.splice(ETHERNET_HEADER_BYTES - 2..ETHERNET_HEADER_BYTES - 2, [0x81, 0, tag_high_byte, tag_low_byte]);
 }
 
 /// Returns the frame without its outermost 802.1Q tag, if it has one.
-pub fn untagged(frame: &[u8]) -> Cow<'_, [u8]> {
+pub fn without_vlan_tag(frame: &[u8]) -> Cow<'_, [u8]> {
     if frame.get(ETHERNET_HEADER_BYTES - 2..ETHERNET_HEADER_BYTES) != Some(&[0x81, 0])
         || frame.len() < ETHERNET_HEADER_BYTES + 4
     {
@@ -157,7 +157,7 @@ pub fn untagged(frame: &[u8]) -> Cow<'_, [u8]> {
 }
 
 /// Returns the bytes in hexadecimal, in indented lines of 16 bytes.
-pub fn hex(bytes: &[u8]) -> String {
-    let line = |line: &[u8]| line.iter().map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().join(" ");
-    bytes.chunks(16).map(line).collect::<Vec<_>>().join("\n    ")
+pub fn format_hex(bytes: &[u8]) -> String {
+    let format_line = |line: &[u8]| line.iter().map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().join(" ");
+    bytes.chunks(16).map(format_line).collect::<Vec<_>>().join("\n    ")
 }

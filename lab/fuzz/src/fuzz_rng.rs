@@ -13,38 +13,38 @@ impl FuzzRng {
         Self(seeded_rng(seed, purpose))
     }
 
-    pub fn u64(&mut self) -> u64 {
+    pub fn next_u64(&mut self) -> u64 {
         self.0.next_u64()
     }
 
-    pub fn u32(&mut self) -> u32 {
+    pub fn next_u32(&mut self) -> u32 {
         self.0.next_u32()
     }
 
-    pub fn u16(&mut self) -> u16 {
+    pub fn next_u16(&mut self) -> u16 {
         self.0.next_u32() as u16
     }
 
-    pub fn u8(&mut self) -> u8 {
+    pub fn next_u8(&mut self) -> u8 {
         self.0.next_u32() as u8
     }
 
     /// Returns a random number below `bound`, which must not be 0.
-    pub fn below(&mut self, bound: usize) -> usize {
+    pub fn random_below(&mut self, bound: usize) -> usize {
         uniform_below(&mut self.0, bound as u32) as usize
     }
 
     /// Returns true with the probability `times` / `of`.
-    pub fn chance(&mut self, times: usize, of: usize) -> bool {
-        self.below(of) < times
+    pub fn random_bool(&mut self, times: usize, of: usize) -> bool {
+        self.random_below(of) < times
     }
 
     /// Returns a random element of `choices`, which must not be empty.
     pub fn pick<T: Copy>(&mut self, choices: &[T]) -> T {
-        choices[self.below(choices.len())]
+        choices[self.random_below(choices.len())]
     }
 
-    pub fn fill(&mut self, bytes: &mut [u8]) {
+    pub fn fill_bytes(&mut self, bytes: &mut [u8]) {
         self.0.fill_bytes(bytes);
     }
 }

@@ -3,12 +3,13 @@
 use std::net::{IpAddr, Ipv4Addr};
 
 use coreward_intf as intf;
-use coreward_model::connection_table::{ClockTicks, OwnerNumber, TableSize};
-use coreward_model::consistency::{Consistency, ServiceMigration, ServiceMode, Timestamps};
-use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
+use coreward_model::connection_table::{ClockTicks, TableOwnerNumber, TableSize};
+use coreward_model::consistency::{Consistency, ServiceMigration, ServiceMode, TimestampOrigin};
+use coreward_model::cookie::{CookieKey, FleetCookieKeys, KeyIndex};
 use coreward_model::forwarding::Forwarding;
 use coreward_model::lb::{
-    BroadcastReason, Mac, Outcome, OuterHeader, Owner, REASON_COUNT, Server, TokenBucketSelector, Vlans,
+    BROADCAST_REASON_COUNT, BroadcastReason, MacAddress, Outcome, OuterHeader, Server, TableOwner, TokenBucketSelector,
+    Vlans,
 };
 use coreward_model::lb_stamping;
 use coreward_model::placement::{PlacementRule, PlacementTable};
@@ -16,14 +17,14 @@ use coreward_model::tuple::Protocol;
 use coreward_model::vlan::Vlan;
 use coreward_model::{ServerId, ServiceAddress};
 
-use crate::change::Change;
+use crate::change::StateChange;
 use crate::frame::ETHERNET_HEADER_BYTES;
 use crate::fuzz_rng::FuzzRng;
-use crate::harness::{HarnessSetup, OWN_MAC, SERVER_VLANS};
+use crate::harness::{HarnessSetup, OWN_MAC, SERVER_VLAN_IDS};
 use crate::ipv6;
 
 /// VIPs of generated services, of which two represent IPv6 VIPs.
-const VIPS: [Ipv4Addr; 5] = [
+const SERVICE_VIPS: [Ipv4Addr; 5] = [
     Ipv4Addr::new(10, 200, 0, 1),
     Ipv4Addr::new(10, 200, 0, 2),
     Ipv4Addr::new(192, 0, 2, 255),
@@ -31,10 +32,10 @@ const VIPS: [Ipv4Addr; 5] = [
     ipv6::IPV6_PLACEHOLDERS[1],
 ];
 /// Ports of generated services. They are few, so that packets to other ports of a VIP often belong to another service.
-const PORTS: [u16; 4] = [80, 443, 0x5050, 65_535];
+const SERVICE_PORTS: [u16; 4] = [80, 443, 0x5050, 65_535];
 
 /// Consistency modes to choose from. The complicated ones are repeated, so that they are chosen more often.
-const MODES: [Consistency; 7] = [
+const WEIGHTED_MODES: [Consistency; 7] = [
     Consistency::Stateless,
     Consistency::Stateless,
     Consistency::Stateful,
@@ -51,7 +52,7 @@ const MAX_TABLE_CONNECTIONS: usize = 2048;
 pub struct TableConnection {
     pub service_slot: usize,
     /// Address and port of the connection's client.
-    pub client: (Ipv4Addr, u16),
+    pub client_address: (Ipv4Addr, u16),
     /// Index of the entry, which cookies of kind 1 contain.
     pub table_index: u16,
 }
@@ -62,330 +63,347 @@ pub struct GeneratedService {
     /// VIP, port and protocol of the service.
     pub address: ServiceAddress,
     /// VIP and port, where an IPv4 placeholder represents an IPv6 VIP.
-    pub vip: (Ipv4Addr, u16),
+    pub ipv4_address: (Ipv4Addr, u16),
     pub mode: ServiceMode,
     pub service_slot: usize,
     /// Ids of the present servers and of earlier ones.
-    pub servers: Vec<ServerId>,
+    pub server_ids: Vec<ServerId>,
     /// Source MAC addresses of the present servers' packets, and of earlier servers' packets.
-    pub server_macs: Vec<Mac>,
+    pub server_macs: Vec<MacAddress>,
 }
 
 impl GeneratedService {
     /// Returns a change that gives a server a random state, sometimes with the MAC address of another server.
-    fn server_change(&mut self, id: ServerId, rng: &mut FuzzRng) -> Change {
-        let mut server = server(rng);
-        if let Some(mac) = &mut server.mac {
-            if !self.server_macs.is_empty() && rng.chance(1, 8) {
+    fn random_server_change(&mut self, id: ServerId, rng: &mut FuzzRng) -> StateChange {
+        let mut new_server = random_server(rng);
+        if let Some(mac) = &mut new_server.mac {
+            if !self.server_macs.is_empty() && rng.random_bool(1, 8) {
                 *mac = rng.pick(&self.server_macs);
             }
             self.server_macs.push(*mac);
         }
-        Change::Server(self.service_slot, id, Some(server))
+        StateChange::SetServer(self.service_slot, id, Some(new_server))
     }
 
     /// Returns whether load balancers stamp the cookies of this service themselves.
     pub fn is_lb_stamped(&self) -> bool {
-        self.mode.timestamps == Timestamps::LoadBalancer
+        self.mode.timestamps == TimestampOrigin::LoadBalancer
     }
 }
 
 /// State of the generator, from which it derives packets and changes.
-pub struct GenState {
+pub struct GeneratorState {
     /// Setup of the harness. Only its keys change during the epoch.
-    pub setup: HarnessSetup,
+    pub harness_setup: HarnessSetup,
     pub services: Vec<GeneratedService>,
     /// Addresses and ports of clients that later packets use again.
-    pub clients: Vec<(Ipv4Addr, u16)>,
+    pub client_addresses: Vec<(Ipv4Addr, u16)>,
     /// Present and earlier connections that have got an entry of the connection table.
     pub table_connections: Vec<TableConnection>,
     /// MAC addresses of other load balancers, which own connection tables.
-    pub owner_macs: Vec<Mac>,
+    pub owner_macs: Vec<MacAddress>,
     /// Time that the program reads while it processes packets.
     pub clock: ClockTicks,
     /// Whether user space frees entries of the connection table. Otherwise the table fills, and packets reuse expired
     /// entries.
     pub frees_connections: bool,
-    vips: Vec<Ipv4Addr>,
-    rules: Vec<PlacementRule>,
-    modes: Vec<Consistency>,
-    protocols: Vec<Protocol>,
-    forwardings: Vec<Forwarding>,
-    generation: u64,
+    allowed_vips: Vec<Ipv4Addr>,
+    allowed_rules: Vec<PlacementRule>,
+    allowed_modes: Vec<Consistency>,
+    allowed_protocols: Vec<Protocol>,
+    allowed_forwardings: Vec<Forwarding>,
+    table_generation: u64,
 }
 
-impl GenState {
+impl GeneratorState {
     /// Returns a state with random setup and clients, but without services.
     pub fn new(rng: &mut FuzzRng) -> Self {
-        let clients = (0..512).map(|_| (Ipv4Addr::from(rng.u32()), rng.u16())).collect();
-        let size = TableSize::try_from(rng.pick(&[1024, 1024, 4096, 65_536])).expect("a power of two");
-        let outer = HarnessSetup::new(OWN_MAC, keys(rng)).outer;
-        let setup = HarnessSetup {
-            count_traffic: rng.chance(1, 2),
-            connection_table: size,
+        let client_addresses = (0..512).map(|_| (Ipv4Addr::from(rng.next_u32()), rng.next_u16())).collect();
+        let table_size = TableSize::try_from(rng.pick(&[1024, 1024, 4096, 65_536])).expect("a power of two");
+        let outer_header = HarnessSetup::new(OWN_MAC, random_keys(rng)).outer_header;
+        let harness_setup = HarnessSetup {
+            counts_traffic: rng.random_bool(1, 2),
+            connection_table_size: table_size,
             connection_key: CookieKey::random(&mut rng.0),
             // Small sizes fill sets; large sizes leave most sets with room.
             flow_set_count: rng.pick(&[1, 24, 1 << 10, 1 << 15]),
             // The small MTU makes some frames too long.
-            outer: OuterHeader { mtu: rng.pick(&[1500, 90]), ..outer },
-            vlans: vlans(rng),
-            ..HarnessSetup::new(OWN_MAC, keys(rng))
+            outer_header: OuterHeader { mtu: rng.pick(&[1500, 90]), ..outer_header },
+            vlans: random_vlans(rng),
+            ..HarnessSetup::new(OWN_MAC, random_keys(rng))
         };
-        let (rules, modes) = (pick_subset(&PlacementRule::ALL, rng), pick_subset(&MODES, rng));
-        let protocols = rng.pick(&[&[Protocol::Tcp][..], &[Protocol::Tcp, Protocol::Tcp, Protocol::Udp]]).to_vec();
+        let (allowed_rules, allowed_modes) =
+            (random_subset(&PlacementRule::ALL, rng), random_subset(&WEIGHTED_MODES, rng));
+        let allowed_protocols =
+            rng.pick(&[&[Protocol::Tcp][..], &[Protocol::Tcp, Protocol::Tcp, Protocol::Udp]]).to_vec();
         Self {
-            setup,
+            harness_setup,
             services: Vec::new(),
-            clients,
+            client_addresses,
             table_connections: Vec::new(),
             owner_macs: vec![[2, 0, 0, 2, 0, 1]],
             clock: ClockTicks(0),
-            frees_connections: rng.chance(1, 2),
+            frees_connections: rng.random_bool(1, 2),
             // An address family without a service is not compiled into the program.
-            vips: rng.pick(&[&VIPS[..], &VIPS[..3], &VIPS[3..]]).to_vec(),
-            rules,
-            modes,
-            protocols,
-            forwardings: pick_subset(&Forwarding::ALL, rng),
-            generation: 0,
+            allowed_vips: rng.pick(&[&SERVICE_VIPS[..], &SERVICE_VIPS[..3], &SERVICE_VIPS[3..]]).to_vec(),
+            allowed_rules,
+            allowed_modes,
+            allowed_protocols,
+            allowed_forwardings: random_subset(&Forwarding::ALL, rng),
+            table_generation: 0,
         }
     }
 
     /// Returns a change to new services, of which some are present ones, perhaps with another mode.
-    pub fn new_services(&mut self, rng: &mut FuzzRng) -> Change {
+    pub fn random_services_change(&mut self, rng: &mut FuzzRng) -> StateChange {
         let mut services: Vec<(ServiceAddress, ServiceMode)> = Vec::new();
         for planned in &self.services {
-            if rng.chance(2, 3) {
-                let mode = if rng.chance(1, 4) { self.mode(planned.address.protocol, rng) } else { planned.mode };
+            if rng.random_bool(2, 3) {
+                let mode =
+                    if rng.random_bool(1, 4) { self.random_mode(planned.address.protocol, rng) } else { planned.mode };
                 services.push((planned.address, mode));
             }
         }
-        let count = 1 + rng.below(5);
-        while services.len() < count {
-            let socket = ipv6::socket((rng.pick(&self.vips), rng.pick(&PORTS)));
-            let address = ServiceAddress { socket, protocol: rng.pick(&self.protocols) };
+        let service_count = 1 + rng.random_below(5);
+        while services.len() < service_count {
+            let socket = ipv6::service_socket((rng.pick(&self.allowed_vips), rng.pick(&SERVICE_PORTS)));
+            let address = ServiceAddress { socket, protocol: rng.pick(&self.allowed_protocols) };
             if !services.iter().any(|(other, _)| *other == address) {
-                services.push((address, self.mode(address.protocol, rng)));
+                services.push((address, self.random_mode(address.protocol, rng)));
             }
         }
-        Change::Services(services)
+        StateChange::ReplaceServices(services)
     }
 
     /// Returns a random mode that a service of this protocol may have.
-    fn mode(&self, protocol: Protocol, rng: &mut FuzzRng) -> ServiceMode {
+    fn random_mode(&self, protocol: Protocol, rng: &mut FuzzRng) -> ServiceMode {
         if protocol == Protocol::Udp {
             let consistency = rng.pick(&[Consistency::HashTable, Consistency::None]);
-            let default = ServiceMode::default_for(Protocol::Udp);
-            return ServiceMode { consistency, forwarding: rng.pick(&self.forwardings), ..default };
+            let default = ServiceMode::default_for_protocol(Protocol::Udp);
+            return ServiceMode { consistency, forwarding: rng.pick(&self.allowed_forwardings), ..default };
         }
-        let consistency = rng.pick(&self.modes);
-        let timestamps = match rng.below(15) {
-            0..3 => Timestamps::Off,
-            3..7 if consistency == Consistency::Stateless => Timestamps::LoadBalancer,
-            _ => Timestamps::Server,
+        let consistency = rng.pick(&self.allowed_modes);
+        let timestamps = match rng.random_below(15) {
+            0..3 => TimestampOrigin::Off,
+            3..7 if consistency == Consistency::Stateless => TimestampOrigin::LoadBalancer,
+            _ => TimestampOrigin::Server,
         };
         let forwarding = match timestamps {
-            Timestamps::LoadBalancer => Forwarding::L2,
-            _ => rng.pick(&self.forwardings),
+            TimestampOrigin::LoadBalancer => Forwarding::L2,
+            _ => rng.pick(&self.allowed_forwardings),
         };
         let mode = ServiceMode { consistency, timestamps, migration: None, forwarding };
-        let transfer = mode.can_migrate() && rng.chance(1, 3);
-        ServiceMode { migration: transfer.then(|| self.transfer(rng)), ..mode }
+        let is_migrating = mode.can_migrate() && rng.random_bool(1, 3);
+        ServiceMode { migration: is_migrating.then(|| self.random_migration(rng)), ..mode }
     }
 
     /// Returns a migration, mostly with a server's id for the other load balancer, so that its MAC address is known.
-    fn transfer(&self, rng: &mut FuzzRng) -> ServiceMigration {
-        let known: Vec<ServerId> = self.services.iter().flat_map(|service| service.servers.iter().copied()).collect();
-        let other = match known.is_empty() || rng.chance(1, 8) {
-            true => ServerId::try_from(rng.below(intf::SERVER_ID_COUNT as usize) as u64).expect("in range"),
-            false => rng.pick(&known),
+    fn random_migration(&self, rng: &mut FuzzRng) -> ServiceMigration {
+        let known_server_ids: Vec<ServerId> =
+            self.services.iter().flat_map(|service| service.server_ids.iter().copied()).collect();
+        let other_balancer_id = match known_server_ids.is_empty() || rng.random_bool(1, 8) {
+            true => ServerId::try_from(rng.random_below(intf::SERVER_ID_COUNT as usize) as u64).expect("in range"),
+            false => rng.pick(&known_server_ids),
         };
-        if rng.chance(1, 2) { ServiceMigration::AdoptedFrom(other) } else { ServiceMigration::HandedOverTo(other) }
+        if rng.random_bool(1, 2) {
+            ServiceMigration::AdoptedFrom(other_balancer_id)
+        } else {
+            ServiceMigration::HandedOverTo(other_balancer_id)
+        }
     }
 
-    /// Records the services of a [`Change::Services`], and the slots that the reference model has given them.
+    /// Records the services of a [`Change::ReplaceServices`], and the slots that the reference model has given them.
     pub fn record_service_slots(&mut self, services: &[(ServiceAddress, ServiceMode)], service_slots: &[usize]) {
-        let before = std::mem::take(&mut self.services);
-        let placed = services.iter().zip(service_slots).map(|((address, mode), service_slot)| {
-            let kept = before.iter().find(|service| service.address == *address);
+        let previous_services = std::mem::take(&mut self.services);
+        let new_services = services.iter().zip(service_slots).map(|((address, mode), service_slot)| {
+            let previous_service = previous_services.iter().find(|service| service.address == *address);
             let vip = match address.socket.ip() {
                 IpAddr::V4(vip) => vip,
-                IpAddr::V6(vip) => ipv6::placeholder(vip),
+                IpAddr::V6(vip) => ipv6::ipv4_for_ipv6(vip),
             };
-            let (servers, server_macs) =
-                kept.map_or_else(Default::default, |service| (service.servers.clone(), service.server_macs.clone()));
+            let (servers, server_macs) = previous_service
+                .map_or_else(Default::default, |service| (service.server_ids.clone(), service.server_macs.clone()));
             GeneratedService {
                 address: *address,
-                vip: (vip, address.socket.port()),
+                ipv4_address: (vip, address.socket.port()),
                 mode: *mode,
                 service_slot: *service_slot,
-                servers,
+                server_ids: servers,
                 server_macs,
             }
         });
-        self.services = placed.collect();
+        self.services = new_services.collect();
     }
 
     /// Returns changes that give a new service servers and a placement table.
-    pub fn fill_service(&mut self, service: usize, rng: &mut FuzzRng) -> Vec<Change> {
+    pub fn changes_to_fill_service(&mut self, service: usize, rng: &mut FuzzRng) -> Vec<StateChange> {
         // Some services have no server, some have thousands, some have the smallest and the largest id.
-        let count = match rng.below(20) {
+        let server_count = match rng.random_below(20) {
             0 => 0,
-            1 => 1 + rng.below(5000),
-            _ => 1 + rng.below(40),
+            1 => 1 + rng.random_below(5000),
+            _ => 1 + rng.random_below(40),
         };
-        let mut changes: Vec<Change> = (0..count).map(|_| self.new_server(service, rng)).collect();
+        let mut changes: Vec<StateChange> =
+            (0..server_count).map(|_| self.random_new_server_change(service, rng)).collect();
         let planned = &mut self.services[service];
         if let Some(transfer) = planned.mode.migration
-            && !rng.chance(1, 8)
+            && !rng.random_bool(1, 8)
         {
-            changes.push(planned.server_change(transfer.other_balancer(), rng));
+            changes.push(planned.random_server_change(transfer.other_balancer(), rng));
         }
-        if !rng.chance(1, 16) {
-            changes.extend(self.new_table(service, rng));
+        if !rng.random_bool(1, 16) {
+            changes.extend(self.random_table_change(service, rng));
         }
         changes
     }
 
-    fn new_server(&mut self, service: usize, rng: &mut FuzzRng) -> Change {
+    fn random_new_server_change(&mut self, service: usize, rng: &mut FuzzRng) -> StateChange {
         let planned = &mut self.services[service];
-        let number = match rng.below(40) {
+        let random_id = match rng.random_below(40) {
             0 => 0,
             1 => intf::SERVER_ID_COUNT as usize - 1,
             // LB-side cookies can name nearly all ids.
-            2..39 if planned.is_lb_stamped() => rng.below(lb_stamping::SERVER_ID_COUNT as usize),
-            _ => rng.below(intf::SERVER_ID_COUNT as usize),
+            2..39 if planned.is_lb_stamped() => rng.random_below(lb_stamping::STAMPABLE_SERVER_ID_COUNT as usize),
+            _ => rng.random_below(intf::SERVER_ID_COUNT as usize),
         };
-        let id = ServerId::try_from(number as u64).expect("in range");
-        planned.servers.push(id);
-        planned.server_change(id, rng)
+        let id = ServerId::try_from(random_id as u64).expect("in range");
+        planned.server_ids.push(id);
+        planned.random_server_change(id, rng)
     }
 
-    fn new_table(&mut self, service: usize, rng: &mut FuzzRng) -> Option<Change> {
-        self.generation += 1 + rng.below(3) as u64 * 0x7ff;
+    fn random_table_change(&mut self, service: usize, rng: &mut FuzzRng) -> Option<StateChange> {
+        self.table_generation += 1 + rng.random_below(3) as u64 * 0x7ff;
         let planned = &self.services[service];
-        let mut servers = planned.servers.clone();
+        let mut servers = planned.server_ids.clone();
         servers.sort();
         servers.dedup();
         servers.truncate(400);
         if servers.is_empty() {
             return None;
         }
-        let groups = 1 + rng.below(intf::MAX_RSS_GROUPS as usize);
-        let rule = rng.pick(&self.rules);
-        let mut table = PlacementTable::random(rule, self.generation, groups, &servers, &mut rng.0);
-        if rng.chance(1, 20) {
+        let rss_group_count = 1 + rng.random_below(intf::MAX_RSS_GROUPS as usize);
+        let placement_rule = rng.pick(&self.allowed_rules);
+        let mut table =
+            PlacementTable::random(placement_rule, self.table_generation, rss_group_count, &servers, &mut rng.0);
+        if rng.random_bool(1, 20) {
             // A placement table without an eligible server.
             table.members.clear();
             table.consistent_servers.clear();
             table.previous_consistent_servers.clear();
         }
         let is_member = |id: &ServerId| table.members.iter().any(|member| member.server == *id);
-        table.down_servers = servers.into_iter().filter(|id| !is_member(id) && rng.chance(2, 3)).collect();
-        Some(Change::Table(planned.service_slot, table))
+        table.down_servers = servers.into_iter().filter(|id| !is_member(id) && rng.random_bool(2, 3)).collect();
+        Some(StateChange::InstallTable(planned.service_slot, table))
     }
 
     /// Records the entry that a new connection has got. `frame` is the packet before the program changed it.
-    pub fn observe(&mut self, outcome: &Outcome, frame: &[u8]) {
-        let (Some(reported), Some(service_slot)) = (outcome.reported_entry, outcome.service) else { return };
-        let bytes = |at: usize| <[u8; 4]>::try_from(&frame[at..at + 4]).expect("four bytes");
-        let (client, transport) = match ipv6::read(frame) {
-            Some(headers) => (ipv6::placeholder(headers.ends[0]), headers.transport_offset),
+    pub fn record_new_entry(&mut self, outcome: &Outcome, frame: &[u8]) {
+        let (Some(reported_cookie), Some(service_slot)) = (outcome.syn_table_entry, outcome.service) else { return };
+        let address_bytes = |at: usize| <[u8; 4]>::try_from(&frame[at..at + 4]).expect("four bytes");
+        let (client, transport_offset) = match ipv6::parse_frame(frame) {
+            Some(headers) => (ipv6::ipv4_for_ipv6(headers.source_and_destination[0]), headers.transport_offset),
             None => (
-                Ipv4Addr::from(bytes(ETHERNET_HEADER_BYTES + 12)),
+                Ipv4Addr::from(address_bytes(ETHERNET_HEADER_BYTES + 12)),
                 ETHERNET_HEADER_BYTES + usize::from(frame[ETHERNET_HEADER_BYTES] & 0xf) * 4,
             ),
         };
-        let port = u16::from_be_bytes([frame[transport], frame[transport + 1]]);
-        let new = TableConnection {
+        let port = u16::from_be_bytes([frame[transport_offset], frame[transport_offset + 1]]);
+        let table_connection = TableConnection {
             service_slot,
-            client: (client, port),
-            table_index: (reported & intf::COOKIE_ID_MASK) as u16,
+            client_address: (client, port),
+            table_index: (reported_cookie & intf::COOKIE_ID_MASK) as u16,
         };
         // Makes room by removing an old connection.
         if self.table_connections.len() == MAX_TABLE_CONNECTIONS {
-            self.table_connections.swap_remove(reported as usize % MAX_TABLE_CONNECTIONS);
+            self.table_connections.swap_remove(reported_cookie as usize % MAX_TABLE_CONNECTIONS);
         }
-        self.table_connections.push(new);
+        self.table_connections.push(table_connection);
     }
 
-    fn owner_change(&mut self, rng: &mut FuzzRng) -> Change {
+    fn random_owner_change(&mut self, rng: &mut FuzzRng) -> StateChange {
         // Few numbers, so that forged and old indexes often match an owner.
-        let number = OwnerNumber::try_from(rng.below(4) as u64).expect("in range");
-        match rng.below(4) {
-            0 if rng.chance(1, 4) => Change::LocalOwnerNumber(rng.chance(3, 4).then_some(number)),
-            1 => Change::Owner(number, Owner::Lost),
-            2 => Change::Owner(number, Owner::Unknown),
+        let owner_number = TableOwnerNumber::try_from(rng.random_below(4) as u64).expect("in range");
+        match rng.random_below(4) {
+            0 if rng.random_bool(1, 4) => {
+                StateChange::SetLocalOwnerNumber(rng.random_bool(3, 4).then_some(owner_number))
+            }
+            1 => StateChange::SetOwner(owner_number, TableOwner::Lost),
+            2 => StateChange::SetOwner(owner_number, TableOwner::Unknown),
             _ => {
-                let mac = [2, 0, 0, 2, 0, rng.u8()];
+                let mac = [2, 0, 0, 2, 0, rng.next_u8()];
                 self.owner_macs.push(mac);
-                Change::Owner(number, Owner::Reachable(mac))
+                StateChange::SetOwner(owner_number, TableOwner::Reachable(mac))
             }
         }
     }
 
     /// Returns a random change that needs no RCU grace period.
-    pub fn small_change(&mut self, rng: &mut FuzzRng) -> Change {
-        let service = rng.below(self.services.len());
+    pub fn random_change_without_grace_period(&mut self, rng: &mut FuzzRng) -> StateChange {
+        let service = rng.random_below(self.services.len());
         let planned = &self.services[service];
-        match rng.below(16) {
-            15 => Change::Sweep,
-            14 => Change::LimitEntries(rng.chance(1, 2).then(|| 1 + rng.below(3) as u32)),
-            10..12 => self.owner_change(rng),
+        match rng.random_below(16) {
+            15 => StateChange::SweepExpiredEntries,
+            14 => StateChange::LimitEntriesPerPrefix(rng.random_bool(1, 2).then(|| 1 + rng.random_below(3) as u32)),
+            10..12 => self.random_owner_change(rng),
             12 => {
-                let reason = rng.below(REASON_COUNT) as BroadcastReason;
-                let buckets = match rng.below(2) {
+                let reason = rng.random_below(BROADCAST_REASON_COUNT) as BroadcastReason;
+                let token_buckets = match rng.random_below(2) {
                     0 => TokenBucketSelector::Total(reason),
-                    _ => TokenBucketSelector::Sources(rng.below(8)),
+                    _ => TokenBucketSelector::Sources(rng.random_below(8)),
                 };
-                Change::BroadcastTokens(buckets, rng.chance(3, 4))
+                StateChange::SetBroadcastTokens(token_buckets, rng.random_bool(3, 4))
             }
             13 => {
                 // Small steps in both directions put some flows over the idle limit, others not; some steps are
                 // arbitrary.
-                let step = rng.below(2 * intf::FLOW_IDLE_UDP_TICKS as usize) as u32;
-                self.clock = match rng.below(8) {
-                    0 => ClockTicks(rng.u32()),
-                    1 => ClockTicks(self.clock.0.wrapping_sub(step)),
-                    _ => ClockTicks(self.clock.0.wrapping_add(step)),
+                let tick_step = rng.random_below(2 * intf::FLOW_IDLE_UDP_TICKS as usize) as u32;
+                self.clock = match rng.random_below(8) {
+                    0 => ClockTicks(rng.next_u32()),
+                    1 => ClockTicks(self.clock.0.wrapping_sub(tick_step)),
+                    _ => ClockTicks(self.clock.0.wrapping_add(tick_step)),
                 };
-                Change::Clock(self.clock)
+                StateChange::SetClock(self.clock)
             }
             0 => {
-                self.setup.keys = keys(rng);
-                Change::Keys(self.setup.keys)
+                self.harness_setup.cookie_keys = random_keys(rng);
+                StateChange::SetKeys(self.harness_setup.cookie_keys)
             }
             // Key rotation keeps one key.
             1 => {
-                self.setup.keys.keys[rng.below(2)] = CookieKey::random(&mut rng.0);
-                Change::Keys(self.setup.keys)
+                self.harness_setup.cookie_keys.keys[rng.random_below(2)] = CookieKey::random(&mut rng.0);
+                StateChange::SetKeys(self.harness_setup.cookie_keys)
             }
             2..4 => {
-                let reason = rng.below(REASON_COUNT) as BroadcastReason;
-                Change::BroadcastTokens(TokenBucketSelector::Service(planned.service_slot, reason), rng.chance(1, 2))
+                let reason = rng.random_below(BROADCAST_REASON_COUNT) as BroadcastReason;
+                StateChange::SetBroadcastTokens(
+                    TokenBucketSelector::Service(planned.service_slot, reason),
+                    rng.random_bool(1, 2),
+                )
             }
-            4 if !planned.servers.is_empty() => Change::Server(planned.service_slot, rng.pick(&planned.servers), None),
-            5 if !planned.servers.is_empty() => {
-                Change::Masked(planned.service_slot, rng.pick(&planned.servers), rng.chance(2, 3))
+            4 if !planned.server_ids.is_empty() => {
+                StateChange::SetServer(planned.service_slot, rng.pick(&planned.server_ids), None)
             }
-            6..10 if !planned.servers.is_empty() => {
-                let id = rng.pick(&planned.servers);
-                self.services[service].server_change(id, rng)
+            5 if !planned.server_ids.is_empty() => {
+                StateChange::SetHealthMask(planned.service_slot, rng.pick(&planned.server_ids), rng.random_bool(2, 3))
             }
-            _ => self.new_server(service, rng),
+            6..10 if !planned.server_ids.is_empty() => {
+                let id = rng.pick(&planned.server_ids);
+                self.services[service].random_server_change(id, rng)
+            }
+            _ => self.random_new_server_change(service, rng),
         }
     }
 
     /// Returns a random change for which the load balancer waits for an RCU grace period.
-    pub fn table_change(&mut self, rng: &mut FuzzRng) -> Option<Change> {
-        let service = rng.below(self.services.len());
-        self.new_table(service, rng)
+    pub fn random_change_with_grace_period(&mut self, rng: &mut FuzzRng) -> Option<StateChange> {
+        let service = rng.random_below(self.services.len());
+        self.random_table_change(service, rng)
     }
 }
 
 /// Returns all of `all`, or one or two random ones. A feature that is not in use is not compiled into the program.
-fn pick_subset<T: Copy>(all: &[T], rng: &mut FuzzRng) -> Vec<T> {
-    match rng.below(3) {
+fn random_subset<T: Copy>(all: &[T], rng: &mut FuzzRng) -> Vec<T> {
+    match rng.random_below(3) {
         0 => all.to_vec(),
         1 => vec![rng.pick(all)],
         _ => vec![rng.pick(all), rng.pick(all)],
@@ -393,21 +411,21 @@ fn pick_subset<T: Copy>(all: &[T], rng: &mut FuzzRng) -> Vec<T> {
 }
 
 /// Returns random VLANs for an epoch; two epochs of three have none.
-fn vlans(rng: &mut FuzzRng) -> Vlans {
-    let is_tagging_enabled = rng.chance(1, 3);
-    let vip = if is_tagging_enabled { rng.pick(&SERVER_VLANS) } else { 0 };
-    Vlans { is_tagging_enabled, vip: Vlan::from_id(vip.into()).expect("in range") }
+fn random_vlans(rng: &mut FuzzRng) -> Vlans {
+    let is_tagging_enabled = rng.random_bool(1, 3);
+    let vip_vlan_id = if is_tagging_enabled { rng.pick(&SERVER_VLAN_IDS) } else { 0 };
+    Vlans { is_tagging_enabled, vip: Vlan::from_id_or_untagged(vip_vlan_id.into()).expect("in range") }
 }
 
-fn keys(rng: &mut FuzzRng) -> FleetKeys {
-    FleetKeys {
+fn random_keys(rng: &mut FuzzRng) -> FleetCookieKeys {
+    FleetCookieKeys {
         keys: [CookieKey::random(&mut rng.0), CookieKey::random(&mut rng.0)],
         current: rng.pick(&[KeyIndex::First, KeyIndex::Second]),
     }
 }
 
-fn server(rng: &mut FuzzRng) -> Server {
+fn random_server(rng: &mut FuzzRng) -> Server {
     let mut mac = [0; 6];
-    rng.fill(&mut mac);
-    Server { mac: rng.chance(5, 6).then_some(mac), eligible: rng.chance(5, 6) }
+    rng.fill_bytes(&mut mac);
+    Server { mac: rng.random_bool(5, 6).then_some(mac), is_eligible: rng.random_bool(5, 6) }
 }

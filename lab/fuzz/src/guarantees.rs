@@ -8,20 +8,20 @@
 use std::collections::{HashMap, HashSet};
 use std::net::{IpAddr, SocketAddr};
 
-use coreward_model::lb::{Mac, Owner};
+use coreward_model::lb::{MacAddress, TableOwner};
 use coreward_model::{ServerId, ServiceAddress};
 
-use crate::change::{Change, Difference};
-use crate::frame::{ETHERNET_HEADER_BYTES, TCP, UDP, hex};
+use crate::change::{ModelDifference, StateChange};
+use crate::frame::{ETHERNET_HEADER_BYTES, PROTOCOL_TCP, PROTOCOL_UDP, format_hex};
 use crate::ipv6;
 
 /// Service as the changes of the state define it, with its known flows.
 #[derive(Debug)]
-struct Service {
+struct ServiceExpectations {
     address: ServiceAddress,
     other_balancer: Option<ServerId>,
     /// Servers of the service, with whether their configuration lets them take new connections (false while draining).
-    servers: HashMap<ServerId, bool>,
+    takes_new_by_server: HashMap<ServerId, bool>,
     /// Servers that are members of the placement table.
     table_servers: HashSet<ServerId>,
     /// Servers that the placement table marks as down.
@@ -32,10 +32,10 @@ struct Service {
 
 /// State from which the guarantees of a packet follow.
 #[derive(Debug, Default)]
-pub struct Guarantees {
-    services: HashMap<usize, Service>,
-    macs: HashMap<ServerId, Option<Mac>>,
-    owners: HashMap<u8, Mac>,
+pub struct GuaranteeChecker {
+    services: HashMap<usize, ServiceExpectations>,
+    server_macs: HashMap<ServerId, Option<MacAddress>>,
+    owner_macs: HashMap<u8, MacAddress>,
 }
 
 struct FrameHeader {
@@ -45,30 +45,41 @@ struct FrameHeader {
     /// Source port and destination port; `None` in a later fragment.
     ports: Option<(u16, u16)>,
     /// TCP flags SYN, ACK, FIN and RST; 0 if there is no TCP header.
-    flags: u8,
+    tcp_flags: u8,
 }
 
-fn read(frame: &[u8]) -> Option<FrameHeader> {
+fn read_frame_header(frame: &[u8]) -> Option<FrameHeader> {
     const SYN_ACK_FIN_RST: u8 = 0x17;
-    let word = |bytes: &[u8], at: usize| Some(u16::from_be_bytes([*bytes.get(at)?, *bytes.get(at + 1)?]));
-    if let Some(headers) = ipv6::read(frame) {
-        let behind = frame.get(headers.transport_offset..).filter(|_| !headers.is_later_fragment).unwrap_or_default();
-        let flags = behind.get(13).copied().unwrap_or(0) & SYN_ACK_FIN_RST;
-        let ([source, destination], ports) = (headers.ends.map(IpAddr::from), word(behind, 0).zip(word(behind, 2)));
-        return Some(FrameHeader { source, destination, protocol: headers.protocol, ports, flags });
+    let word_at = |bytes: &[u8], at: usize| Some(u16::from_be_bytes([*bytes.get(at)?, *bytes.get(at + 1)?]));
+    if let Some(headers) = ipv6::parse_frame(frame) {
+        let transport_header =
+            frame.get(headers.transport_offset..).filter(|_| !headers.is_later_fragment).unwrap_or_default();
+        let tcp_flags = transport_header.get(13).copied().unwrap_or(0) & SYN_ACK_FIN_RST;
+        let ([source, destination], ports) = (
+            headers.source_and_destination.map(IpAddr::from),
+            word_at(transport_header, 0).zip(word_at(transport_header, 2)),
+        );
+        return Some(FrameHeader { source, destination, protocol: headers.protocol, ports, tcp_flags });
     }
-    let ip = frame.get(ETHERNET_HEADER_BYTES..)?;
-    let address = |at: usize| Some(IpAddr::from(<[u8; 4]>::try_from(ip.get(at..at + 4)?).ok()?));
-    let behind = ip.get(usize::from(*ip.first()? & 0xf) * 4..)?;
-    let later = word(ip, 6)? & 0x1fff != 0;
-    let ports = if later { None } else { word(behind, 0).zip(word(behind, 2)) };
-    let flags = if later { 0 } else { behind.get(13).copied().unwrap_or(0) & SYN_ACK_FIN_RST };
-    Some(FrameHeader { source: address(12)?, destination: address(16)?, protocol: *ip.get(9)?, ports, flags })
+    let ip_packet = frame.get(ETHERNET_HEADER_BYTES..)?;
+    let address_at = |at: usize| Some(IpAddr::from(<[u8; 4]>::try_from(ip_packet.get(at..at + 4)?).ok()?));
+    let transport_header = ip_packet.get(usize::from(*ip_packet.first()? & 0xf) * 4..)?;
+    let is_later_fragment = word_at(ip_packet, 6)? & 0x1fff != 0;
+    let ports = if is_later_fragment { None } else { word_at(transport_header, 0).zip(word_at(transport_header, 2)) };
+    let tcp_flags =
+        if is_later_fragment { 0 } else { transport_header.get(13).copied().unwrap_or(0) & SYN_ACK_FIN_RST };
+    Some(FrameHeader {
+        source: address_at(12)?,
+        destination: address_at(16)?,
+        protocol: *ip_packet.get(9)?,
+        ports,
+        tcp_flags,
+    })
 }
 
-impl Service {
+impl ServiceExpectations {
     fn takes_new_connections(&self, id: ServerId) -> bool {
-        self.servers.get(&id) == Some(&true) && !self.is_down(id)
+        self.takes_new_by_server.get(&id) == Some(&true) && !self.is_down(id)
     }
 
     fn is_down(&self, id: ServerId) -> bool {
@@ -76,18 +87,19 @@ impl Service {
     }
 }
 
-impl Guarantees {
-    /// Updates the state by a change. `service_slots` are the slots of the services of a [`Change::Services`].
-    pub fn apply(&mut self, change: &Change, service_slots: &[usize]) {
+impl GuaranteeChecker {
+    /// Updates the state by a change. `service_slots` are the slots of the services of a [`Change::ReplaceServices`].
+    pub fn apply_change(&mut self, change: &StateChange, service_slots: &[usize]) {
         match change {
-            Change::Services(services) => {
-                let mut before = std::mem::take(&mut self.services);
+            StateChange::ReplaceServices(services) => {
+                let mut previous_services = std::mem::take(&mut self.services);
                 for ((address, mode), service_slot) in services.iter().zip(service_slots) {
-                    let kept = before.remove(service_slot).filter(|service| service.address == *address);
-                    let mut service = kept.unwrap_or_else(|| Service {
+                    let previous_service =
+                        previous_services.remove(service_slot).filter(|service| service.address == *address);
+                    let mut service = previous_service.unwrap_or_else(|| ServiceExpectations {
                         address: *address,
                         other_balancer: None,
-                        servers: HashMap::new(),
+                        takes_new_by_server: HashMap::new(),
                         table_servers: HashSet::new(),
                         down_servers: HashSet::new(),
                         known_udp_flows: HashSet::new(),
@@ -96,113 +108,128 @@ impl Guarantees {
                     self.services.insert(*service_slot, service);
                 }
             }
-            Change::Server(service_slot, id, server) => {
+            StateChange::SetServer(service_slot, id, server) => {
                 let Some(service) = self.services.get_mut(service_slot) else { return };
                 match server {
                     Some(server) => {
-                        service.servers.insert(*id, server.eligible);
-                        self.macs.insert(*id, server.mac);
+                        service.takes_new_by_server.insert(*id, server.is_eligible);
+                        self.server_macs.insert(*id, server.mac);
                     }
                     None => {
-                        service.servers.remove(id);
+                        service.takes_new_by_server.remove(id);
                         service.down_servers.remove(id);
                     }
                 }
             }
-            Change::Table(service_slot, table) => {
+            StateChange::InstallTable(service_slot, table) => {
                 let Some(service) = self.services.get_mut(service_slot) else { return };
                 service.table_servers = table.members.iter().map(|member| member.server).collect();
                 service.down_servers = table.down_servers.iter().copied().collect();
             }
-            Change::Owner(number, Owner::Reachable(mac)) => drop(self.owners.insert(number.get(), *mac)),
-            Change::Owner(number, _) => drop(self.owners.remove(&number.get())),
+            StateChange::SetOwner(number, TableOwner::Reachable(mac)) => _ = self.owner_macs.insert(number.get(), *mac),
+            StateChange::SetOwner(number, _) => drop(self.owner_macs.remove(&number.get())),
             _ => {}
         }
     }
 
-    fn has_address(&self, id: ServerId, mac: Mac) -> bool {
-        self.macs.get(&id).copied().flatten() == Some(mac)
+    fn has_address(&self, id: ServerId, mac: MacAddress) -> bool {
+        self.server_macs.get(&id).copied().flatten() == Some(mac)
     }
 
-    /// Returns the guarantee that the program breaks by turning `frame` into `after`, if any.
-    pub fn find_violation(&mut self, frame: &[u8], after: &[u8]) -> Option<Difference> {
-        let seen = read(frame)?;
-        let destination: Mac = after.get(..6)?.try_into().ok()?;
-        if destination == [0xff; 6] {
+    /// Returns the guarantee that the program breaks by turning `frame` into `processed_frame`, if any.
+    pub fn find_violation(&mut self, frame: &[u8], processed_frame: &[u8]) -> Option<ModelDifference> {
+        let frame_header = read_frame_header(frame)?;
+        let destination_mac: MacAddress = processed_frame.get(..6)?.try_into().ok()?;
+        if destination_mac == [0xff; 6] {
             return None;
         }
-        let of_vip = |service: &&Service| service.address.socket.ip() == seen.destination;
-        let exactly = |service: &&Service| {
-            seen.ports.is_some_and(|(_, port)| port == service.address.socket.port())
-                && service.address.protocol.number() == seen.protocol
+        let has_vip = |service: &&ServiceExpectations| service.address.socket.ip() == frame_header.destination;
+        let has_port_and_protocol = |service: &&ServiceExpectations| {
+            frame_header.ports.is_some_and(|(_, port)| port == service.address.socket.port())
+                && service.address.protocol.number() == frame_header.protocol
         };
-        let with_ports = seen.ports.is_some() && [TCP, UDP].contains(&seen.protocol);
-        let services: Vec<&Service> =
-            self.services.values().filter(of_vip).filter(|service| !with_ports || exactly(service)).collect();
-        let any = |fits: &dyn Fn(&Service, ServerId) -> bool| {
-            services.iter().any(|service| {
-                service.servers.keys().any(|id| fits(service, *id) && self.has_address(*id, destination))
+        let has_ports = frame_header.ports.is_some() && [PROTOCOL_TCP, PROTOCOL_UDP].contains(&frame_header.protocol);
+        let matching_services: Vec<&ServiceExpectations> = self
+            .services
+            .values()
+            .filter(has_vip)
+            .filter(|service| !has_ports || has_port_and_protocol(service))
+            .collect();
+        let is_any_server = |fits: &dyn Fn(&ServiceExpectations, ServerId) -> bool| {
+            matching_services.iter().any(|service| {
+                service
+                    .takes_new_by_server
+                    .keys()
+                    .any(|id| fits(service, *id) && self.has_address(*id, destination_mac))
             })
         };
-        let other_balancer =
-            services.iter().any(|service| service.other_balancer.is_some_and(|id| self.has_address(id, destination)));
-        let opens = seen.protocol == TCP && seen.flags == 0x02;
-        let to_owner = !opens && seen.protocol != UDP && self.owners.values().any(|owner| *owner == destination);
-        let guarantee = if other_balancer || to_owner {
+        let goes_to_other_balancer = matching_services
+            .iter()
+            .any(|service| service.other_balancer.is_some_and(|id| self.has_address(id, destination_mac)));
+        let is_new_connection = frame_header.protocol == PROTOCOL_TCP && frame_header.tcp_flags == 0x02;
+        let goes_to_owner = !is_new_connection
+            && frame_header.protocol != PROTOCOL_UDP
+            && self.owner_macs.values().any(|owner| *owner == destination_mac);
+        let broken_guarantee = if goes_to_other_balancer || goes_to_owner {
             None
-        } else if !any(&|_, _| true) {
+        } else if !is_any_server(&|_, _| true) {
             Some("a packet goes to a server of its service")
-        } else if opens && !any(&Service::takes_new_connections) {
+        } else if is_new_connection && !is_any_server(&ServiceExpectations::takes_new_connections) {
             Some("a new connection goes to a server that takes new ones")
-        } else if seen.protocol == UDP && with_ports {
-            self.find_flow_violation(&services, &seen, destination)
+        } else if frame_header.protocol == PROTOCOL_UDP && has_ports {
+            self.find_flow_violation(&matching_services, &frame_header, destination_mac)
         } else {
             None
         };
-        self.remember_flow(&seen);
-        guarantee.map(|guarantee| Difference {
+        self.record_udp_flow(&frame_header);
+        broken_guarantee.map(|guarantee| ModelDifference {
             subject: format!("a guarantee of docs/design.md: {guarantee}"),
-            expected: hex(frame),
-            actual: hex(after),
+            expected: format_hex(frame),
+            actual: format_hex(processed_frame),
         })
     }
 
     /// Records the flow of a datagram that was dropped after its placement, because its outer header makes it too long.
-    pub fn record_dropped_datagram(&mut self, frame: &[u8]) {
-        if let Some(seen) = read(frame) {
-            self.remember_flow(&seen);
+    pub fn record_flow_of_dropped_datagram(&mut self, frame: &[u8]) {
+        if let Some(frame_header) = read_frame_header(frame) {
+            self.record_udp_flow(&frame_header);
         }
     }
 
-    fn remember_flow(&mut self, seen: &FrameHeader) {
-        let Some((source, port)) = seen.ports.filter(|_| seen.protocol == UDP) else { return };
-        let of_flow = |service: &&mut Service| {
+    fn record_udp_flow(&mut self, seen: &FrameHeader) {
+        let Some((source_port, port)) = seen.ports.filter(|_| seen.protocol == PROTOCOL_UDP) else { return };
+        let has_destination = |service: &&mut ServiceExpectations| {
             service.address.socket == SocketAddr::new(seen.destination, port)
                 && service.address.protocol.number() == seen.protocol
         };
-        if let Some(service) = self.services.values_mut().find(of_flow) {
-            service.known_udp_flows.insert(SocketAddr::new(seen.source, source));
+        if let Some(service) = self.services.values_mut().find(has_destination) {
+            service.known_udp_flows.insert(SocketAddr::new(seen.source, source_port));
         }
     }
 
     /// Returns the guarantee of UDP flows that is broken by sending a datagram to this server of its service, if any.
-    fn find_flow_violation(&self, services: &[&Service], seen: &FrameHeader, destination: Mac) -> Option<&'static str> {
+    fn find_flow_violation(
+        &self,
+        services: &[&ServiceExpectations],
+        seen: &FrameHeader,
+        destination: MacAddress,
+    ) -> Option<&'static str> {
         let [service] = services else { return None };
         let (port, _) = seen.ports?;
-        let there: Vec<ServerId> =
-            service.servers.keys().copied().filter(|id| self.has_address(*id, destination)).collect();
-        let takes =
-            |id: &ServerId| service.takes_new_connections(*id) && self.macs.get(id).copied().flatten().is_some();
-        if there.iter().any(takes) {
+        let servers_with_mac: Vec<ServerId> =
+            service.takes_new_by_server.keys().copied().filter(|id| self.has_address(*id, destination)).collect();
+        let can_take_new_flows =
+            |id: &ServerId| service.takes_new_connections(*id) && self.server_macs.get(id).copied().flatten().is_some();
+        if servers_with_mac.iter().any(can_take_new_flows) {
             return None;
         }
         if !service.known_udp_flows.contains(&SocketAddr::new(seen.source, port)) {
             return Some("a new UDP flow goes to a server that takes new ones");
         }
         // The placement rule tries only some members, so it may miss the few eligible ones.
-        let eligible_count = service.table_servers.iter().filter(|id| takes(id)).count();
-        let all_down = there.iter().all(|id| service.is_down(*id));
-        (all_down && eligible_count > 0 && eligible_count * 2 >= service.table_servers.len())
+        let eligible_count = service.table_servers.iter().filter(|id| can_take_new_flows(id)).count();
+        let are_all_down = servers_with_mac.iter().all(|id| service.is_down(*id));
+        (are_all_down && eligible_count > 0 && eligible_count * 2 >= service.table_servers.len())
             .then_some("a UDP flow leaves a server that is down")
     }
 }

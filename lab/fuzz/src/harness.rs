@@ -6,106 +6,106 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use coreward_dataplane::lb::{self as dataplane, OuterSources, PacketRate, ServiceIndex};
-use coreward_dataplane::mac::MacAddress;
+use coreward_dataplane::lb::{self as dataplane, OuterSourceAddresses, PacketRate, ServiceIndex};
+use coreward_dataplane::mac;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
 use coreward_model::ServerId;
-use coreward_model::connection_table::{Connection, TableSize, Timeouts};
-use coreward_model::consistency::Timestamps;
-use coreward_model::cookie::{CookieKey, FleetKeys};
+use coreward_model::connection_table::{Connection, ConnectionTimeouts, TableSize};
+use coreward_model::consistency::TimestampOrigin;
+use coreward_model::cookie::{CookieKey, FleetCookieKeys};
 use coreward_model::lb::{
-    BroadcastRates, LbSettings, LoadBalancer, Mac, Outcome, OuterHeader, Owner, REASON_COUNT, Rate, Tunnel, Vlans,
-    XdpVerdict,
+    BROADCAST_REASON_COUNT, BroadcastRates, LoadBalancer, LoadBalancerSettings, MacAddress, Outcome, OuterHeader,
+    TableOwner, TokenRate, TunnelEndpoint, Vlans, XdpVerdict,
 };
 use coreward_model::lb_stamping::ServerClock;
 use coreward_model::vlan::Vlan;
 
-use crate::change::{Change, Difference};
-use crate::frame::{ETHERNET_HEADER_BYTES, hex, ones_complement_sum, untagged};
-use crate::guarantees::Guarantees;
-use crate::memory::{COUNTER_WORDS, Memory};
+use crate::change::{ModelDifference, StateChange};
+use crate::frame::{ETHERNET_HEADER_BYTES, format_hex, ones_complement_sum, without_vlan_tag};
+use crate::guarantees::GuaranteeChecker;
+use crate::memory::{COUNTER_U64_COUNT, ProgramMaps};
 
 /// linux/bpf.h
 const XDP_TX: i32 = 3;
 const NO_SERVICE: usize = intf::LB_COUNTERS_NO_SERVICE as usize;
 
 /// MAC address of the load balancer in tests with a single one.
-pub const OWN_MAC: Mac = [2, 0, 0, 0, 0, 1];
+pub const OWN_MAC: MacAddress = [2, 0, 0, 0, 0, 1];
 /// Key of timestamps for all servers, and for all services with LB-side stamping.
 pub const TIME_KEY: CookieKey = CookieKey { k0: 5, k1: 6 };
 
 /// Broadcast rate of one packet per second, with a burst that never runs out. Therefore the state
-/// ([`Change::BroadcastTokens`]), not the time, decides whether a token is available.
-const BROADCAST_RATE: PacketRate = PacketRate { per_second: 1, burst: u32::MAX };
+/// ([`Change::SetBroadcastTokens`]), not the time, decides whether a token is available.
+const BROADCAST_RATE: PacketRate = PacketRate { per_second: 1, burst_packets: u32::MAX };
 const BROADCAST_INTERVAL_NS: u64 = 1_000_000_000;
 
 /// Settings with which the program is loaded.
 #[derive(Debug, Clone, Copy)]
 pub struct HarnessSetup {
     /// MAC address of the load balancer: destination of received frames, and source of sent ones.
-    pub own_mac: Mac,
-    pub keys: FleetKeys,
+    pub own_mac: MacAddress,
+    pub cookie_keys: FleetCookieKeys,
     /// Whether the program counts packets and bytes of each server.
-    pub count_traffic: bool,
+    pub counts_traffic: bool,
     /// Size of the connection table, which stateful services use.
-    pub connection_table: TableSize,
+    pub connection_table_size: TableSize,
     pub connection_key: CookieKey,
     pub flow_set_count: u32,
     /// Fields that all outer headers have in common.
-    pub outer: OuterHeader,
+    pub outer_header: OuterHeader,
     /// VLANs in use. Without any, all servers are untagged.
     pub vlans: Vlans,
 }
 
 /// Default fields that all outer headers have in common.
-const OUTER: OuterHeader = OuterHeader {
+const DEFAULT_OUTER_HEADER: OuterHeader = OuterHeader {
     address: Ipv4Addr::new(10, 2, 0, 1),
-    address_ipv6: Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, 1),
+    source_ipv6: Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, 1),
     mtu: 1500,
 };
 
 /// Returns the tunnel of a server, which is derived from its id.
-fn tunnel_of(id: ServerId) -> Tunnel {
-    let [high, low] = id.get().to_be_bytes();
+fn server_tunnel(id: ServerId) -> TunnelEndpoint {
+    let [id_high_byte, id_low_byte] = id.get().to_be_bytes();
     let address = if id.get().is_multiple_of(2) {
-        Ipv4Addr::new(10, 9, high, low).into()
+        Ipv4Addr::new(10, 9, id_high_byte, id_low_byte).into()
     } else {
         Ipv6Addr::new(0x2001, 0xdb8, 9, 0, 0, 0, 0, id.get()).into()
     };
-    Tunnel { address, source_port: id.get().is_multiple_of(3).then_some(40_000) }
+    TunnelEndpoint { address, source_port: id.get().is_multiple_of(3).then_some(40_000) }
 }
 
 /// Ids of the VLANs in which servers are; 0 means untagged.
-pub const SERVER_VLANS: [u16; 3] = [0, 20, 4094];
+pub const SERVER_VLAN_IDS: [u16; 3] = [0, 20, 4094];
 
-fn vlan(id: u16) -> Vlan {
-    Vlan::from_id(id.into()).expect("in range")
+fn vlan_from_id(id: u16) -> Vlan {
+    Vlan::from_id_or_untagged(id.into()).expect("in range")
 }
 
 /// Returns the VLAN of a server, which is derived from its id.
-fn vlan_of(id: ServerId) -> Vlan {
-    vlan(SERVER_VLANS[usize::from(id.get()) % SERVER_VLANS.len()])
+fn server_vlan(id: ServerId) -> Vlan {
+    vlan_from_id(SERVER_VLAN_IDS[usize::from(id.get()) % SERVER_VLAN_IDS.len()])
 }
 
 /// Returns the VLAN of a service's broadcasts, which is derived from its slot. Every fourth service has none.
-fn broadcast_vlan_of(service_slot: usize) -> Option<Vlan> {
-    SERVER_VLANS.get(service_slot % 4).map(|id| vlan(*id))
+fn broadcast_vlan(service_slot: usize) -> Option<Vlan> {
+    SERVER_VLAN_IDS.get(service_slot % 4).map(|id| vlan_from_id(*id))
 }
 
 impl HarnessSetup {
     /// Returns the default setup of a load balancer with this MAC address and these keys.
-    pub fn new(own_mac: Mac, keys: FleetKeys) -> Self {
+    pub fn new(own_mac: MacAddress, cookie_keys: FleetCookieKeys) -> Self {
         let connection_key = CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 };
-        let (connection_table, flow_set_count) = (TableSize::default(), 1 << 15);
+        let (connection_table_size, flow_set_count) = (TableSize::default(), 1 << 15);
         Self {
             own_mac,
-            keys,
-            count_traffic: false,
-            connection_table,
+            cookie_keys,
+            counts_traffic: false,
+            connection_table_size,
             connection_key,
             flow_set_count,
-            outer: OUTER,
+            outer_header: DEFAULT_OUTER_HEADER,
             vlans: Vlans::default(),
         }
     }
@@ -113,106 +113,128 @@ impl HarnessSetup {
 
 /// Loaded BPF program with its load balancer in user space.
 pub struct LoadedProgram {
-    lb: dataplane::LoadBalancer,
-    memory: Memory,
-    services: Vec<Option<ServiceIndex>>,
-    output_frame: Vec<u8>,
+    load_balancer: dataplane::LoadBalancer,
+    program_memory: ProgramMaps,
+    indexes_by_slot: Vec<Option<ServiceIndex>>,
+    processed_frame: Vec<u8>,
 }
 
 impl LoadedProgram {
     /// Loads the BPF program. Fails without the necessary capabilities.
     pub fn load(setup: &HarnessSetup) -> anyhow::Result<Self> {
-        let connection_table_size = setup.connection_table;
+        let connection_table_size = setup.connection_table_size;
         let options = dataplane::Options {
-            broadcast_limits: [dataplane::BroadcastRates::uniform(BROADCAST_RATE); REASON_COUNT],
-            flow_table_entries: setup.flow_set_count * intf::FLOW_SET_ENTRIES,
+            broadcast_limits: [dataplane::BroadcastRates::with_equal_rates(BROADCAST_RATE); BROADCAST_REASON_COUNT],
+            flow_table_entry_count: setup.flow_set_count * intf::FLOW_SET_ENTRIES,
             connection_table_size,
-            connection_key: Some(setup.connection_key),
-            vlan: setup.vlans.vip,
+            connection_hash_key: Some(setup.connection_key),
+            vip_vlan: setup.vlans.vip,
             // The reference model then sees the same time.
-            lb_stamping_clock: dataplane::LbStampingClock::Ticks,
+            lb_stamping_clock: dataplane::LbStampingClock::DaemonTicks,
             ..Default::default()
         };
-        let mut lb = dataplane::LoadBalancer::load(options)?;
-        lb.set_own_mac(MacAddress(setup.own_mac));
-        lb.set_keys(&setup.keys);
-        let sources = OuterSources { ipv4: setup.outer.address, ipv6: setup.outer.address_ipv6 };
-        lb.set_outer_header(sources, setup.outer.mtu as u32);
-        lb.count_traffic(setup.count_traffic)?;
+        let mut load_balancer = dataplane::LoadBalancer::load(options)?;
+        load_balancer.set_own_mac(mac::MacAddress(setup.own_mac));
+        load_balancer.set_keys(&setup.cookie_keys);
+        let outer_sources =
+            OuterSourceAddresses { ipv4: setup.outer_header.address, ipv6: setup.outer_header.source_ipv6 };
+        load_balancer.set_outer_header(outer_sources, setup.outer_header.mtu as u32);
+        load_balancer.set_traffic_counting(setup.counts_traffic)?;
         if setup.vlans.is_tagging_enabled {
-            lb.use_server_vlans(SERVER_VLANS.iter().map(|id| vlan(*id)).collect())?;
+            load_balancer.use_server_vlans(SERVER_VLAN_IDS.iter().map(|id| vlan_from_id(*id)).collect())?;
         }
-        let memory = Memory::of(lb.program())?;
-        let services = vec![None; intf::MAX_SERVICES as usize];
-        Ok(Self { lb, memory, services, output_frame: vec![0; 1 << 14] })
+        let program_memory = ProgramMaps::of(load_balancer.program())?;
+        let indexes_by_slot = vec![None; intf::MAX_SERVICES as usize];
+        Ok(Self { load_balancer, program_memory, indexes_by_slot, processed_frame: vec![0; 1 << 14] })
     }
 
-    fn service(&self, service_slot: usize) -> ServiceIndex {
-        self.services[service_slot].expect("a service that was set")
+    fn service_index(&self, service_slot: usize) -> ServiceIndex {
+        self.indexes_by_slot[service_slot].expect("a service that was set")
     }
 
     /// Applies a change to the program. `service_slots`: slots that the reference model gave to the services of a
-    /// [`Change::Services`]. `freed`: connections of a [`Change::Free`].
-    fn change(&mut self, change: &Change, service_slots: &[usize], freed: &[Connection]) -> anyhow::Result<()> {
+    /// [`Change::ReplaceServices`]. `freed`: connections of a [`Change::FreeEntries`].
+    fn apply_change(
+        &mut self,
+        change: &StateChange,
+        service_slots: &[usize],
+        freed: &[Connection],
+    ) -> anyhow::Result<()> {
         match change {
-            Change::Keys(keys) => self.lb.set_keys(keys),
-            Change::Services(services) => {
-                let indexes = self.lb.set_services(services)?;
-                self.services.fill(None);
-                for ((_, mode), index) in services.iter().zip(&indexes) {
-                    if mode.timestamps == Timestamps::LoadBalancer {
-                        self.lb.set_time_key(*index, TIME_KEY);
+            StateChange::SetKeys(keys) => self.load_balancer.set_keys(keys),
+            StateChange::ReplaceServices(services) => {
+                let service_indexes = self.load_balancer.set_services(services)?;
+                self.indexes_by_slot.fill(None);
+                for ((_, mode), index) in services.iter().zip(&service_indexes) {
+                    if mode.timestamps == TimestampOrigin::LoadBalancer {
+                        self.load_balancer.set_time_key(*index, TIME_KEY);
                     }
                 }
                 service_slots
                     .iter()
-                    .zip(indexes)
-                    .for_each(|(service_slot, index)| self.services[*service_slot] = Some(index));
+                    .zip(service_indexes)
+                    .for_each(|(service_slot, index)| self.indexes_by_slot[*service_slot] = Some(index));
                 for slot in service_slots {
-                    let index = self.service(*slot);
-                    self.lb.set_broadcast_vlan(index, broadcast_vlan_of(*slot));
+                    let index = self.service_index(*slot);
+                    self.load_balancer.set_broadcast_vlan(index, broadcast_vlan(*slot));
                 }
             }
-            Change::Server(service_slot, id, Some(server)) => {
-                let server = dataplane::Server { mac: server.mac.map(MacAddress), is_eligible: server.eligible };
-                self.lb.set_server(self.service(*service_slot), *id, server);
-                let Tunnel { address, source_port } = tunnel_of(*id);
-                self.lb.set_tunnel(*id, dataplane::Tunnel { address, source_port })?;
-                self.lb.set_server_vlan(*id, vlan_of(*id));
+            StateChange::SetServer(service_slot, id, Some(server)) => {
+                let server =
+                    dataplane::Server { mac: server.mac.map(mac::MacAddress), is_eligible: server.is_eligible };
+                self.load_balancer.set_server(self.service_index(*service_slot), *id, server);
+                let TunnelEndpoint { address, source_port } = server_tunnel(*id);
+                self.load_balancer.set_tunnel(*id, dataplane::Tunnel { address, source_port })?;
+                self.load_balancer.set_server_vlan(*id, server_vlan(*id));
             }
-            Change::Server(service_slot, id, None) => self.lb.remove_server(self.service(*service_slot), *id),
-            Change::Masked(service_slot, id, is_masked) => {
-                self.lb.set_masked(self.service(*service_slot), *id, *is_masked)
+            StateChange::SetServer(service_slot, id, None) => {
+                self.load_balancer.remove_server(self.service_index(*service_slot), *id)
             }
-            Change::Table(service_slot, table) => self.lb.install_table(self.service(*service_slot), table)?,
-            Change::BroadcastTokens(buckets, there) => self.memory.set_paid_until(*buckets, paid_until(*there)),
-            Change::LocalOwnerNumber(owner) => self.lb.set_owner_number(*owner),
-            Change::LimitEntries(per_source) => self.memory.limit_entries(*per_source),
-            Change::Owner(number, Owner::Unknown) => self.lb.forget_owner(*number),
-            Change::Owner(number, Owner::Lost) => self.lb.set_owner_mac(*number, None),
-            Change::Owner(number, Owner::Reachable(mac)) => self.lb.set_owner_mac(*number, Some(MacAddress(*mac))),
-            Change::Clock(clock) => self.lb.tick(Duration::from_millis(u64::from(clock.0) * 100)),
-            Change::Sweep => drop(self.lb.due_connections(&Timeouts::default(), 0)),
-            Change::Free(_) => {
-                let count = self.lb.free_connections(freed)?;
-                ensure!(count == freed.len(), "{count} of {} entries were freed", freed.len());
+            StateChange::SetHealthMask(service_slot, id, is_masked) => {
+                self.load_balancer.set_masked(self.service_index(*service_slot), *id, *is_masked)
+            }
+            StateChange::InstallTable(service_slot, table) => {
+                self.load_balancer.install_table(self.service_index(*service_slot), table)?
+            }
+            StateChange::SetBroadcastTokens(buckets, there) => {
+                self.program_memory.set_tokens_paid_until(*buckets, paid_until_ns(*there))
+            }
+            StateChange::SetLocalOwnerNumber(owner) => self.load_balancer.set_owner_number(*owner),
+            StateChange::LimitEntriesPerPrefix(per_source) => self.program_memory.limit_entries_per_source(*per_source),
+            StateChange::SetOwner(number, TableOwner::Unknown) => self.load_balancer.remove_owner(*number),
+            StateChange::SetOwner(number, TableOwner::Lost) => self.load_balancer.set_owner_mac(*number, None),
+            StateChange::SetOwner(number, TableOwner::Reachable(mac)) => {
+                self.load_balancer.set_owner_mac(*number, Some(mac::MacAddress(*mac)))
+            }
+            StateChange::SetClock(clock) => self.load_balancer.tick(Duration::from_millis(u64::from(clock.0) * 100)),
+            StateChange::SweepExpiredEntries => {
+                drop(self.load_balancer.scan_expired_connections(&ConnectionTimeouts::default(), 0))
+            }
+            StateChange::FreeEntries(_) => {
+                let freed_count = self.load_balancer.free_connections(freed)?;
+                ensure!(freed_count == freed.len(), "{freed_count} of {} entries were freed", freed.len());
             }
         }
         Ok(())
     }
 
-    fn run(&mut self, frame: &[u8]) -> anyhow::Result<(i32, usize)> {
-        test_run::run_into(self.lb.program(), frame, &mut self.output_frame)
+    fn process_frame(&mut self, frame: &[u8]) -> anyhow::Result<(i32, usize)> {
+        test_run::run_into(self.load_balancer.program(), frame, &mut self.processed_frame)
             .with_context(|| format!("a test run of {} bytes", frame.len()))
     }
 }
 
-fn paid_until(tokens: bool) -> u64 {
+fn paid_until_ns(tokens: bool) -> u64 {
     if tokens { 0 } else { u64::MAX }
 }
 
-fn compare_values<T: PartialEq>(what: &str, expected: T, found: T, text: impl Fn(&T) -> String) -> Option<Difference> {
-    (expected != found).then(|| Difference {
+fn difference_of_values<T: PartialEq>(
+    what: &str,
+    expected: T,
+    found: T,
+    text: impl Fn(&T) -> String,
+) -> Option<ModelDifference> {
+    (expected != found).then(|| ModelDifference {
         subject: what.to_owned(),
         expected: text(&expected),
         actual: text(&found),
@@ -221,16 +243,19 @@ fn compare_values<T: PartialEq>(what: &str, expected: T, found: T, text: impl Fn
 
 /// Returns a difference when the checksum of an IPv4 header was correct before the packet was processed, and is wrong
 /// afterwards.
-fn checksum_difference(before: &[u8], after: &[u8]) -> Option<Difference> {
-    let right =
+fn find_broken_checksum(before: &[u8], after: &[u8]) -> Option<ModelDifference> {
+    let has_right_checksum =
         |frame: &[u8]| ones_complement_sum(&frame[ETHERNET_HEADER_BYTES..ETHERNET_HEADER_BYTES + 20], 0) == 0xffff;
     // Only headers without options, which the program never changes. An outer IPv6 header has no checksum.
-    let plain = |frame: &[u8]| frame.len() >= ETHERNET_HEADER_BYTES + 20 && frame[ETHERNET_HEADER_BYTES] == 0x45;
-    let changed = plain(before) && plain(after) && before[ETHERNET_HEADER_BYTES..] != after[ETHERNET_HEADER_BYTES..];
-    (changed && right(before) && !right(after)).then(|| Difference {
+    let has_plain_ipv4_header =
+        |frame: &[u8]| frame.len() >= ETHERNET_HEADER_BYTES + 20 && frame[ETHERNET_HEADER_BYTES] == 0x45;
+    let is_packet_changed = has_plain_ipv4_header(before)
+        && has_plain_ipv4_header(after)
+        && before[ETHERNET_HEADER_BYTES..] != after[ETHERNET_HEADER_BYTES..];
+    (is_packet_changed && has_right_checksum(before) && !has_right_checksum(after)).then(|| ModelDifference {
         subject: "an IP header checksum was right and is not any more".to_owned(),
-        expected: hex(before),
-        actual: hex(after),
+        expected: format_hex(before),
+        actual: format_hex(after),
     })
 }
 
@@ -238,130 +263,151 @@ fn checksum_difference(before: &[u8], after: &[u8]) -> Option<Difference> {
 pub struct Harness {
     pub model: LoadBalancer,
     /// Loaded BPF program; `None` when only the reference model runs.
-    instance: Option<LoadedProgram>,
+    program: Option<LoadedProgram>,
     /// Expected counters of each service, and of packets without a service.
-    counters: Vec<[u64; COUNTER_WORDS]>,
+    expected_counters: Vec<[u64; COUNTER_U64_COUNT]>,
     /// Last frame, as the reference model has changed it.
     expected_frame: Vec<u8>,
-    guarantees: Guarantees,
+    guarantees: GuaranteeChecker,
     now_ns: u64,
 }
 
 impl Harness {
     /// Returns a harness with empty state. `with_program` also loads the BPF program, which needs capabilities.
     pub fn new(setup: HarnessSetup, with_program: bool) -> anyhow::Result<Self> {
-        let burst_ns = BROADCAST_INTERVAL_NS * u64::from(BROADCAST_RATE.burst - 1);
-        let rate = Rate { interval_ns: BROADCAST_INTERVAL_NS, burst_ns };
-        let constants = LbSettings {
-            broadcast_rates: [BroadcastRates { per_source: rate, per_service: rate, total: rate }; REASON_COUNT],
+        let burst_ns = BROADCAST_INTERVAL_NS * u64::from(BROADCAST_RATE.burst_packets - 1);
+        let broadcast_rate = TokenRate { interval_ns: BROADCAST_INTERVAL_NS, burst_ns };
+        let settings = LoadBalancerSettings {
+            broadcast_rates: [BroadcastRates {
+                per_source: broadcast_rate,
+                per_service: broadcast_rate,
+                total: broadcast_rate,
+            }; BROADCAST_REASON_COUNT],
             flow_set_count: setup.flow_set_count,
-            connection_table: setup.connection_table,
-            counts_traffic: setup.count_traffic,
-            outer_header: setup.outer,
+            connection_table_size: setup.connection_table_size,
+            counts_traffic: setup.counts_traffic,
+            outer_header: setup.outer_header,
             vlans: setup.vlans,
         };
-        let mut model = LoadBalancer::new(constants, setup.own_mac, setup.keys);
+        let mut model = LoadBalancer::new(settings, setup.own_mac, setup.cookie_keys);
         model.set_connection_key(setup.connection_key);
         Ok(Self {
-            instance: with_program.then(|| LoadedProgram::load(&setup)).transpose()?,
+            program: with_program.then(|| LoadedProgram::load(&setup)).transpose()?,
             model,
-            counters: vec![[0; COUNTER_WORDS]; intf::MAX_SERVICES as usize + 1],
+            expected_counters: vec![[0; COUNTER_U64_COUNT]; intf::MAX_SERVICES as usize + 1],
             expected_frame: Vec::new(),
-            guarantees: Guarantees::default(),
+            guarantees: GuaranteeChecker::default(),
             now_ns: 1,
         })
     }
 
-    /// Applies `change` to the program and the model. Returns the slots of a [`Change::Services`]. Fails when the
-    /// kernel or the load balancer rejects the change.
-    pub fn change(&mut self, change: &Change) -> anyhow::Result<Vec<usize>> {
+    /// Applies `change` to the program and the model. Returns the slots of a [`Change::ReplaceServices`]. Fails when
+    /// the kernel or the load balancer rejects the change.
+    pub fn apply_change(&mut self, change: &StateChange) -> anyhow::Result<Vec<usize>> {
         let mut service_slots = Vec::new();
-        let freed: Vec<Connection> = match change {
-            Change::Free(indexes) => indexes.iter().filter_map(|index| self.model.connection(*index)).collect(),
+        let freed_connections: Vec<Connection> = match change {
+            StateChange::FreeEntries(indexes) => {
+                indexes.iter().filter_map(|index| self.model.connection(*index)).collect()
+            }
             _ => Vec::new(),
         };
         match change {
-            Change::Keys(keys) => self.model.set_keys(*keys),
-            Change::Services(services) => {
-                let before: Vec<_> =
+            StateChange::SetKeys(keys) => self.model.set_keys(*keys),
+            StateChange::ReplaceServices(services) => {
+                let addresses_before: Vec<_> =
                     (0..NO_SERVICE).map(|service_slot| self.model.address_of_service(service_slot)).collect();
                 service_slots = self.model.set_services(services);
                 // A new service starts with counters of zero.
-                for service_slot in service_slots
-                    .iter()
-                    .filter(|service_slot| before[**service_slot] != self.model.address_of_service(**service_slot))
-                {
-                    self.counters[*service_slot] = [0; COUNTER_WORDS];
+                for service_slot in service_slots.iter().filter(|service_slot| {
+                    addresses_before[**service_slot] != self.model.address_of_service(**service_slot)
+                }) {
+                    self.expected_counters[*service_slot] = [0; COUNTER_U64_COUNT];
                 }
                 for ((_, mode), service_slot) in services.iter().zip(&service_slots) {
-                    self.model.set_broadcast_vlan(*service_slot, broadcast_vlan_of(*service_slot));
-                    if mode.timestamps == Timestamps::LoadBalancer {
+                    self.model.set_broadcast_vlan(*service_slot, broadcast_vlan(*service_slot));
+                    if mode.timestamps == TimestampOrigin::LoadBalancer {
                         self.model.set_time_key(*service_slot, TIME_KEY);
                     }
                 }
             }
-            Change::Server(service_slot, id, server) => {
-                self.model.set_tunnel(*id, tunnel_of(*id));
-                self.model.set_server_vlan(*id, vlan_of(*id));
+            StateChange::SetServer(service_slot, id, server) => {
+                self.model.set_tunnel(*id, server_tunnel(*id));
+                self.model.set_server_vlan(*id, server_vlan(*id));
                 self.model.set_server(*service_slot, *id, *server);
             }
-            Change::Masked(service_slot, id, is_masked) => self.model.set_masked(*service_slot, *id, *is_masked),
-            Change::Table(service_slot, table) => self.model.install_table(*service_slot, table.clone()),
-            Change::BroadcastTokens(buckets, there) => self.model.set_paid_until(*buckets, paid_until(*there)),
-            Change::LocalOwnerNumber(owner) => self.model.set_owner(*owner),
-            Change::LimitEntries(per_source) => self.model.limit_entries(*per_source),
-            Change::Owner(number, owner) => self.model.set_owner_at(*number, *owner),
-            Change::Clock(clock) => self.model.set_clock(*clock),
-            Change::Sweep => self.model.record_sweep(),
-            Change::Free(_) => self.model.free_connections(&freed),
+            StateChange::SetHealthMask(service_slot, id, is_masked) => {
+                self.model.set_server_masked(*service_slot, *id, *is_masked)
+            }
+            StateChange::InstallTable(service_slot, table) => self.model.install_table(*service_slot, table.clone()),
+            StateChange::SetBroadcastTokens(buckets, there) => {
+                self.model.set_paid_until(*buckets, paid_until_ns(*there))
+            }
+            StateChange::SetLocalOwnerNumber(owner) => self.model.set_own_number(*owner),
+            StateChange::LimitEntriesPerPrefix(per_source) => self.model.set_max_entries_per_source(*per_source),
+            StateChange::SetOwner(number, owner) => self.model.set_other_owner(*number, *owner),
+            StateChange::SetClock(clock) => self.model.set_clock(*clock),
+            StateChange::SweepExpiredEntries => self.model.record_sweep(),
+            StateChange::FreeEntries(_) => self.model.free_connections(&freed_connections),
         }
-        if let Some(instance) = &mut self.instance {
-            instance.change(change, &service_slots, &freed)?;
+        if let Some(program) = &mut self.program {
+            program.apply_change(change, &service_slots, &freed_connections)?;
         }
-        self.guarantees.apply(change, &service_slots);
+        self.guarantees.apply_change(change, &service_slots);
         Ok(service_slots)
     }
 
     /// Returns whether the service that `change` refers to exists.
-    pub fn is_applicable(&self, change: &Change) -> bool {
+    pub fn is_applicable(&self, change: &StateChange) -> bool {
         match change {
-            Change::Server(service_slot, ..) | Change::Masked(service_slot, ..) | Change::Table(service_slot, _) => {
-                self.model.has_service(*service_slot)
-            }
+            StateChange::SetServer(service_slot, ..)
+            | StateChange::SetHealthMask(service_slot, ..)
+            | StateChange::InstallTable(service_slot, _) => self.model.has_service(*service_slot),
             _ => true,
         }
     }
 
     /// Processes `frame` in the program and in the model. Returns the model's outcome, and any difference. Fails when
     /// the kernel rejects the test run.
-    pub fn process_packet(&mut self, frame: &[u8]) -> anyhow::Result<(Outcome, Option<Difference>)> {
+    pub fn process_packet(&mut self, frame: &[u8]) -> anyhow::Result<(Outcome, Option<ModelDifference>)> {
         self.now_ns += 1;
         self.expected_frame.clear();
         self.expected_frame.extend_from_slice(frame);
         let outcome = self.model.receive(&mut self.expected_frame, self.now_ns);
-        let (given, left) = (untagged(frame), untagged(&self.expected_frame).into_owned());
-        self.count(&outcome, given.len());
-        let Some(instance) = &mut self.instance else { return Ok((outcome, None)) };
-        let (verdict, length) = instance.run(frame)?;
+        let (untagged_input, untagged_output) =
+            (without_vlan_tag(frame), without_vlan_tag(&self.expected_frame).into_owned());
+        self.count_expected(&outcome, untagged_input.len());
+        let Some(program) = &mut self.program else { return Ok((outcome, None)) };
+        let (verdict, output_bytes) = program.process_frame(frame)?;
         let exceeds_mtu =
             [intf::LB_COUNTER_DROP_EXCEEDS_MTU, intf::LB_COUNTER_DROP_FRAGMENTATION_NEEDED].contains(&outcome.counter);
         let is_forwarded = verdict == XDP_TX && !exceeds_mtu;
-        let broken =
-            if is_forwarded { self.guarantees.find_violation(&given, &instance.output_frame[..length]) } else { None };
+        let broken_guarantee = if is_forwarded {
+            self.guarantees.find_violation(&untagged_input, &program.processed_frame[..output_bytes])
+        } else {
+            None
+        };
         if exceeds_mtu {
-            self.guarantees.record_dropped_datagram(&given);
+            self.guarantees.record_flow_of_dropped_datagram(&untagged_input);
         }
         let expected_verdict = outcome.verdict().xdp_action();
-        let difference = broken
+        let difference = broken_guarantee
             .or_else(|| {
-                compare_values("the verdict (1: drop, 2: pass, 3: transmit)", expected_verdict, verdict, i32::to_string)
+                difference_of_values(
+                    "the verdict (1: drop, 2: pass, 3: transmit)",
+                    expected_verdict,
+                    verdict,
+                    i32::to_string,
+                )
             })
             .or_else(|| {
-                compare_values("the packet", &self.expected_frame[..], &instance.output_frame[..length], |bytes| {
-                    hex(bytes)
-                })
+                difference_of_values(
+                    "the packet",
+                    &self.expected_frame[..],
+                    &program.processed_frame[..output_bytes],
+                    |bytes| format_hex(bytes),
+                )
             })
-            .or_else(|| checksum_difference(&given, &left))
+            .or_else(|| find_broken_checksum(&untagged_input, &untagged_output))
             .or_else(|| self.compare_counters(outcome.service.unwrap_or(NO_SERVICE)));
         Ok((outcome, difference))
     }
@@ -371,131 +417,181 @@ impl Harness {
         &self.expected_frame
     }
 
-    fn count(&mut self, outcome: &Outcome, length: usize) {
-        let service = outcome.service.unwrap_or(NO_SERVICE);
-        let words = &mut self.counters[service];
-        words[offset_of!(intf::lb_counters, packets) / 8 + outcome.counter as usize] += 1;
+    fn count_expected(&mut self, outcome: &Outcome, length: usize) {
+        let counters_index = outcome.service.unwrap_or(NO_SERVICE);
+        let counter_words = &mut self.expected_counters[counters_index];
+        counter_words[offset_of!(intf::lb_counters, packets) / 8 + outcome.counter as usize] += 1;
         if let Some(event) = outcome.event {
-            words[offset_of!(intf::lb_counters, events) / 8 + event as usize] += 1;
+            counter_words[offset_of!(intf::lb_counters, events) / 8 + event as usize] += 1;
         }
         if outcome.service.is_some() {
-            words[offset_of!(intf::lb_counters, opened) / 8] = self.model.opened_connections(service);
+            counter_words[offset_of!(intf::lb_counters, opened) / 8] = self.model.opened_connections(counters_index);
         }
         if outcome.verdict() == XdpVerdict::Transmit && outcome.counter != intf::LB_COUNTER_DROP_FRAGMENTATION_NEEDED {
-            words[offset_of!(intf::lb_counters, forwarded_bytes) / 8] += length as u64;
+            counter_words[offset_of!(intf::lb_counters, forwarded_bytes) / 8] += length as u64;
         }
     }
 
-    fn compare_counters(&self, service: usize) -> Option<Difference> {
-        let memory = &self.instance.as_ref()?.memory;
-        let found: [u64; COUNTER_WORDS] = std::array::from_fn(|word| memory.counter(service, word));
-        let expected = self.counters[service];
-        if expected == found {
+    fn compare_counters(&self, service: usize) -> Option<ModelDifference> {
+        let memory = &self.program.as_ref()?.program_memory;
+        let actual_counters: [u64; COUNTER_U64_COUNT] =
+            std::array::from_fn(|word| memory.service_counter(service, word));
+        let expected_counters = self.expected_counters[service];
+        if expected_counters == actual_counters {
             return None;
         }
-        let named = |counters: &[u64; COUNTER_WORDS]| {
-            let different = (0..COUNTER_WORDS).filter(|word| expected[*word] != found[*word]);
-            different.map(|word| format!("{} {}", counter_name(word), counters[word])).collect::<Vec<_>>().join(", ")
+        let format_different_counters = |counters: &[u64; COUNTER_U64_COUNT]| {
+            let different_words =
+                (0..COUNTER_U64_COUNT).filter(|word| expected_counters[*word] != actual_counters[*word]);
+            different_words
+                .map(|word| format!("{} {}", counter_name(word), counters[word]))
+                .collect::<Vec<_>>()
+                .join(", ")
         };
-        compare_values(&format!("the counters of service {service}"), expected, found, named)
+        difference_of_values(
+            &format!("the counters of service {service}"),
+            expected_counters,
+            actual_counters,
+            format_different_counters,
+        )
     }
 
     /// Compares all state that the comparison after each packet omits, except the flow table and the connection table,
     /// which take long to read.
-    pub fn compare_state(&self) -> Option<Difference> {
-        let instance = self.instance.as_ref()?;
-        let memory = &instance.memory;
-        let with_service = |service_slot: &usize| *service_slot == NO_SERVICE || self.model.has_service(*service_slot);
-        let mut counted = (0..self.counters.len()).filter(with_service);
-        let counters = counted.find_map(|service| self.compare_counters(service));
-        let mut traffic = self.model.traffic().iter().filter_map(|(id, expected)| {
-            let found = memory.traffic(*id);
-            compare_values(&format!("the traffic of server {id}"), *expected, found, |traffic| format!("{traffic:?}"))
+    pub fn compare_state(&self) -> Option<ModelDifference> {
+        let program = self.program.as_ref()?;
+        let memory = &program.program_memory;
+        let is_compared = |service_slot: &usize| *service_slot == NO_SERVICE || self.model.has_service(*service_slot);
+        let mut compared_slots = (0..self.expected_counters.len()).filter(is_compared);
+        let counter_difference = compared_slots.find_map(|service| self.compare_counters(service));
+        let mut traffic_differences = self.model.traffic().iter().filter_map(|(id, expected)| {
+            let actual_traffic = memory.traffic_of_server(*id);
+            difference_of_values(&format!("the traffic of server {id}"), *expected, actual_traffic, |traffic| {
+                format!("{traffic:?}")
+            })
         });
-        let services = (0..intf::MAX_SERVICES as usize).filter(|service_slot| self.model.has_service(*service_slot));
-        let mut services = services.filter_map(|service_slot| self.compare_service(instance, service_slot));
-        counters.or_else(|| services.next()).or_else(|| traffic.next()).or_else(|| {
-            let expected = self.model.recent_placements().to_vec();
-            compare_values("recent_placements", expected, memory.recent_placements(), |words| format!("{words:x?}"))
+        let service_slots =
+            (0..intf::MAX_SERVICES as usize).filter(|service_slot| self.model.has_service(*service_slot));
+        let mut service_differences =
+            service_slots.filter_map(|service_slot| self.compare_service(program, service_slot));
+        counter_difference.or_else(|| service_differences.next()).or_else(|| traffic_differences.next()).or_else(|| {
+            let expected_placements = self.model.recent_placements().to_vec();
+            difference_of_values("recent_placements", expected_placements, memory.recent_placements(), |words| {
+                format!("{words:x?}")
+            })
         })
     }
 
-    fn compare_service(&self, instance: &LoadedProgram, service_slot: usize) -> Option<Difference> {
-        let assigned = self.model.assigned_counts(service_slot).to_vec();
-        let found = instance.lb.assigned_connections(instance.service(service_slot), assigned.len() as u16);
-        let turns = (self.model.round_robin_counter(service_slot), instance.memory.round_robin(service_slot));
-        compare_values("the counts of assigned connections", assigned, found, |counts| format!("{counts:?}"))
-            .or_else(|| compare_values("the counter of round robin", turns.0, turns.1, u64::to_string))
+    fn compare_service(&self, instance: &LoadedProgram, service_slot: usize) -> Option<ModelDifference> {
+        let assigned_counts = self.model.assigned_counts(service_slot).to_vec();
+        let actual_counts = instance
+            .load_balancer
+            .assigned_connection_counts(instance.service_index(service_slot), assigned_counts.len() as u16);
+        let round_robin_counters =
+            (self.model.round_robin_counter(service_slot), instance.program_memory.round_robin_counter(service_slot));
+        difference_of_values("the counts of assigned connections", assigned_counts, actual_counts, |counts| {
+            format!("{counts:?}")
+        })
+        .or_else(|| {
+            difference_of_values(
+                "the counter of round robin",
+                round_robin_counters.0,
+                round_robin_counters.1,
+                u64::to_string,
+            )
+        })
     }
 
     /// Compares the state of the servers' clocks in a service with LB-side stamping.
-    fn compare_clocks(&self, instance: &LoadedProgram, service_slot: usize) -> anyhow::Result<Option<Difference>> {
-        let of_model = |clock: ServerClock| {
+    fn compare_server_clocks(
+        &self,
+        instance: &LoadedProgram,
+        service_slot: usize,
+    ) -> anyhow::Result<Option<ModelDifference>> {
+        let model_clock_values = |clock: ServerClock| {
             [
-                clock.agreeing_count.into(),
-                clock.steady_samples.into(),
-                clock.syn_acks,
-                clock.syn_acks_with_timestamps,
-                clock.disagreements,
+                clock.agreeing_syn_ack_count.into(),
+                clock.steady_sample_count.into(),
+                clock.syn_ack_count,
+                clock.timestamped_syn_ack_count,
+                clock.disagreement_count,
             ]
         };
-        let of_program = |clock: dataplane::ServerClock| {
+        let program_clock_values = |clock: dataplane::ServerClock| {
             [
                 clock.agreeing_connections.into(),
                 clock.steady_samples.into(),
-                clock.syn_acks,
-                clock.with_timestamps,
+                clock.syn_ack_count,
+                clock.timestamped_syn_acks,
                 clock.disagreeing_replies,
             ]
         };
-        let expected = self.model.lb_stamped(service_slot).map(|(_, known)| (known.server, of_model(known.clock)));
-        let found = instance.lb.server_clocks(instance.service(service_slot))?.into_iter();
-        let expected: BTreeMap<ServerId, [u64; 5]> = expected.collect();
-        let found = found.map(|(id, clock)| (id, of_program(clock))).collect();
-        Ok(compare_values(&format!("the clocks of service {service_slot}"), expected, found, |clocks| {
-            format!("{clocks:?}")
-        }))
+        let model_clocks = self
+            .model
+            .lb_stamped_servers(service_slot)
+            .map(|(_, known)| (known.server, model_clock_values(known.clock)));
+        let program_clocks = instance.load_balancer.server_clocks(instance.service_index(service_slot))?.into_iter();
+        let expected_by_server: BTreeMap<ServerId, [u64; 5]> = model_clocks.collect();
+        let actual_by_server = program_clocks.map(|(id, clock)| (id, program_clock_values(clock))).collect();
+        Ok(difference_of_values(
+            &format!("the clocks of service {service_slot}"),
+            expected_by_server,
+            actual_by_server,
+            |clocks| format!("{clocks:?}"),
+        ))
     }
 
     /// Compares the flow tables, the connection tables and the servers' clocks. Fails when the kernel's tables cannot
     /// be read.
-    pub fn compare_tables(&self) -> anyhow::Result<Option<Difference>> {
-        let Some(instance) = &self.instance else { return Ok(None) };
-        let in_use = (self.model.connections().count(), instance.lb.connections_in_use());
-        let connections = self.model.connections().find_map(|expected| {
+    pub fn compare_large_tables(&self) -> anyhow::Result<Option<ModelDifference>> {
+        let Some(program) = &self.program else { return Ok(None) };
+        let used_entry_counts = (self.model.connections().count(), program.load_balancer.scan_used_entry_count());
+        let connection_difference = self.model.connections().find_map(|expected| {
             let service_slot = usize::from(expected.identity.service);
-            let service = instance.services[service_slot]?;
-            let found = instance.lb.connections(service).find(|found| found.index == expected.index);
-            compare_values("a connection", Some(expected), found, |connection| format!("{connection:?}"))
+            let service = program.indexes_by_slot[service_slot]?;
+            let actual_connection =
+                program.load_balancer.connections(service).find(|found| found.index == expected.index);
+            difference_of_values("a connection", Some(expected), actual_connection, |connection| {
+                format!("{connection:?}")
+            })
         });
-        let connections =
-            connections.or_else(|| compare_values("the entries in use", in_use.0, in_use.1, usize::to_string));
-        if connections.is_some() {
-            return Ok(connections);
+        let connection_difference = connection_difference.or_else(|| {
+            difference_of_values("the entries in use", used_entry_counts.0, used_entry_counts.1, usize::to_string)
+        });
+        if connection_difference.is_some() {
+            return Ok(connection_difference);
         }
-        let clocks = (0..intf::MAX_SERVICES as usize).filter(|service_slot| self.model.has_service(*service_slot));
-        for service_slot in clocks.filter(|service_slot| instance.services[*service_slot].is_some()) {
-            let difference = self.compare_clocks(instance, service_slot)?;
+        let service_slots =
+            (0..intf::MAX_SERVICES as usize).filter(|service_slot| self.model.has_service(*service_slot));
+        for service_slot in service_slots.filter(|service_slot| program.indexes_by_slot[*service_slot].is_some()) {
+            let difference = self.compare_server_clocks(program, service_slot)?;
             if difference.is_some() {
                 return Ok(difference);
             }
         }
-        let expected = self.model.flow_table_words();
-        let found = instance.memory.flow_table_words(expected.len());
-        let odd = expected.iter().zip(found).enumerate().find(|(_, (expected, found))| *expected != found);
-        let Some((word, (expected, found))) = odd else { return Ok(None) };
-        Ok(compare_values(&format!("word {word} of the flow table"), *expected, found, |word| format!("{word:#x}")))
+        let expected_words = self.model.flow_table_words();
+        let actual_words = program.program_memory.flow_table_words(expected_words.len());
+        let different_word =
+            expected_words.iter().zip(actual_words).enumerate().find(|(_, (expected, found))| *expected != found);
+        let Some((word, (expected, found))) = different_word else { return Ok(None) };
+        Ok(difference_of_values(&format!("word {word} of the flow table"), *expected, found, |word| {
+            format!("{word:#x}")
+        }))
     }
 }
 
 fn counter_name(word: usize) -> &'static str {
-    let packets = offset_of!(intf::lb_counters, packets) / 8;
-    let events = offset_of!(intf::lb_counters, events) / 8;
+    let first_packet_word = offset_of!(intf::lb_counters, packets) / 8;
+    let first_event_word = offset_of!(intf::lb_counters, events) / 8;
     match word {
         word if word == offset_of!(intf::lb_counters, forwarded_bytes) / 8 => "forwarded_bytes",
         word if word == offset_of!(intf::lb_counters, opened) / 8 => "opened",
-        word if word >= packets && word < events => intf::LB_COUNTER_NAMES[word - packets],
-        word if word >= events => intf::LB_EVENT_NAMES.get(word - events).copied().unwrap_or("unused"),
+        word if word >= first_packet_word && word < first_event_word => {
+            intf::LB_COUNTER_NAMES[word - first_packet_word]
+        }
+        word if word >= first_event_word => {
+            intf::LB_EVENT_NAMES.get(word - first_event_word).copied().unwrap_or("unused")
+        }
         _ => "unused",
     }
 }

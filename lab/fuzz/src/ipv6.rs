@@ -5,119 +5,125 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use coreward_model::FourTuple;
 
-use crate::frame::{ETHERNET_HEADER_BYTES, ICMP};
+use crate::frame::{ETHERNET_HEADER_BYTES, PROTOCOL_ICMP};
 use crate::fuzz_rng::FuzzRng;
 
 /// IPv4 addresses that stand in for IPv6 VIPs in generated packets.
 pub const IPV6_PLACEHOLDERS: [Ipv4Addr; 2] = [Ipv4Addr::new(10, 200, 6, 1), Ipv4Addr::new(10, 200, 6, 2)];
 
 const IPV6_PREFIX: u128 = 0x2001_0db8 << 96;
-const IPV4_HEADER: usize = 20;
-const IPV6_HEADER: usize = 40;
-const ICMP_HEADER: usize = 8;
-const ICMPV6: u8 = 58;
+const IPV4_HEADER_BYTES: usize = 20;
+const IPV6_HEADER_BYTES: usize = 40;
+const ICMP_HEADER_BYTES: usize = 8;
+const PROTOCOL_ICMPV6: u8 = 58;
 const NEXT_HEADER_FRAGMENT: u8 = 44;
 const NEXT_HEADER_AUTHENTICATION: u8 = 51;
 
 /// Returns the IPv6 address that corresponds to an IPv4 address. Addresses in the same /24 are in the same /64.
-pub fn address(ipv4: Ipv4Addr) -> Ipv6Addr {
+pub fn ipv6_for_ipv4(ipv4: Ipv4Addr) -> Ipv6Addr {
     let bits = u128::from(ipv4.to_bits());
     Ipv6Addr::from_bits(IPV6_PREFIX | bits >> 8 << 64 | bits)
 }
 
-/// Returns the IPv4 address that corresponds to an IPv6 address of [`address`].
-pub fn placeholder(ipv6: Ipv6Addr) -> Ipv4Addr {
+/// Returns the IPv4 address that corresponds to an IPv6 address of [`ipv6_for_ipv4`].
+pub fn ipv4_for_ipv6(ipv6: Ipv6Addr) -> Ipv4Addr {
     Ipv4Addr::from_bits(ipv6.to_bits() as u32)
 }
 
 /// Returns the socket address of the service at this VIP, which is IPv6 for a placeholder.
-pub fn socket(vip: (Ipv4Addr, u16)) -> SocketAddr {
-    let ip: IpAddr = if IPV6_PLACEHOLDERS.contains(&vip.0) { address(vip.0).into() } else { vip.0.into() };
+pub fn service_socket(vip: (Ipv4Addr, u16)) -> SocketAddr {
+    let ip: IpAddr = if IPV6_PLACEHOLDERS.contains(&vip.0) { ipv6_for_ipv4(vip.0).into() } else { vip.0.into() };
     SocketAddr::new(ip, vip.1)
 }
 
 /// Returns the four-tuple of a client's connection to a VIP, which is IPv6 for a placeholder.
-pub fn tuple(client: (Ipv4Addr, u16), vip: (Ipv4Addr, u16)) -> FourTuple {
-    match socket(vip) {
+pub fn four_tuple(client: (Ipv4Addr, u16), vip: (Ipv4Addr, u16)) -> FourTuple {
+    match service_socket(vip) {
         SocketAddr::V4(_) => FourTuple::ipv4(client, vip),
-        SocketAddr::V6(_) => FourTuple::ipv6((address(client.0), client.1), (address(vip.0), vip.1)),
+        SocketAddr::V6(_) => FourTuple::ipv6((ipv6_for_ipv4(client.0), client.1), (ipv6_for_ipv4(vip.0), vip.1)),
     }
 }
 
-fn ipv4_at(bytes: &[u8], at: usize) -> Ipv4Addr {
+fn read_ipv4(bytes: &[u8], at: usize) -> Ipv4Addr {
     Ipv4Addr::from(<[u8; 4]>::try_from(&bytes[at..at + 4]).expect("four bytes"))
 }
 
-fn read_u16(bytes: &[u8], at: usize) -> u16 {
+fn read_be_u16(bytes: &[u8], at: usize) -> u16 {
     u16::from_be_bytes([bytes[at], bytes[at + 1]])
 }
 
 /// Translates a well-formed IPv4 packet to IPv6 if its source or destination is a placeholder.
-pub fn translate(rng: &mut FuzzRng, frame: &mut Vec<u8>) {
-    let packet = &frame[ETHERNET_HEADER_BYTES.min(frame.len())..];
-    if packet.len() < IPV4_HEADER || frame[12..14] != [8, 0] || packet[0] >> 4 != 4 {
+pub fn translate_to_ipv6(rng: &mut FuzzRng, frame: &mut Vec<u8>) {
+    let ipv4_packet = &frame[ETHERNET_HEADER_BYTES.min(frame.len())..];
+    if ipv4_packet.len() < IPV4_HEADER_BYTES || frame[12..14] != [8, 0] || ipv4_packet[0] >> 4 != 4 {
         return;
     }
-    let (header, total) = (usize::from(packet[0] & 0xf) * 4, usize::from(read_u16(packet, 2)));
-    let ends = [ipv4_at(packet, 12), ipv4_at(packet, 16)];
-    if header < IPV4_HEADER
-        || total < header
-        || total > packet.len()
-        || !ends.iter().any(|end| IPV6_PLACEHOLDERS.contains(end))
+    let (header_bytes, packet_bytes) =
+        (usize::from(ipv4_packet[0] & 0xf) * 4, usize::from(read_be_u16(ipv4_packet, 2)));
+    let source_and_destination = [read_ipv4(ipv4_packet, 12), read_ipv4(ipv4_packet, 16)];
+    if header_bytes < IPV4_HEADER_BYTES
+        || packet_bytes < header_bytes
+        || packet_bytes > ipv4_packet.len()
+        || !source_and_destination.iter().any(|end| IPV6_PLACEHOLDERS.contains(end))
     {
         return;
     }
-    let transport = match packet[9] {
-        ICMP => translate_icmp(rng, &packet[header..total]),
-        _ => packet[header..total].to_vec(),
+    let transport_bytes = match ipv4_packet[9] {
+        PROTOCOL_ICMP => translate_icmp_to_icmpv6(rng, &ipv4_packet[header_bytes..packet_bytes]),
+        _ => ipv4_packet[header_bytes..packet_bytes].to_vec(),
     };
-    let protocol = if packet[9] == ICMP { ICMPV6 } else { packet[9] };
-    let (next, extensions) = extension_headers(rng, packet, protocol);
-    let trailer = packet[total..].to_vec();
-    let length = extensions.len() + transport.len();
-    let mut translated = [&frame[..12], &[0x86, 0xdd]].concat();
-    translated.extend(ipv6_header(rng, length, next, ends));
-    for part in [extensions, transport, trailer] {
-        translated.extend(part);
+    let protocol = if ipv4_packet[9] == PROTOCOL_ICMP { PROTOCOL_ICMPV6 } else { ipv4_packet[9] };
+    let (next_header, extensions) = random_extension_headers(rng, ipv4_packet, protocol);
+    let trailer = ipv4_packet[packet_bytes..].to_vec();
+    let payload_bytes = extensions.len() + transport_bytes.len();
+    let mut ipv6_frame = [&frame[..12], &[0x86, 0xdd]].concat();
+    ipv6_frame.extend(ipv6_header(rng, payload_bytes, next_header, source_and_destination));
+    for part in [extensions, transport_bytes, trailer] {
+        ipv6_frame.extend(part);
     }
-    *frame = translated;
+    *frame = ipv6_frame;
 }
 
-fn ipv6_header(rng: &mut FuzzRng, length: usize, next: u8, ends: [Ipv4Addr; 2]) -> Vec<u8> {
-    let mut header = vec![0x60 | rng.u8() & 0xf, rng.u8(), rng.u8(), rng.u8()];
-    header.extend((length as u16).to_be_bytes());
-    header.extend([next, 64]);
-    header.extend(ends.map(|end| address(end).octets()).concat());
+fn ipv6_header(
+    rng: &mut FuzzRng,
+    payload_bytes: usize,
+    next_header: u8,
+    source_and_destination: [Ipv4Addr; 2],
+) -> Vec<u8> {
+    let mut header = vec![0x60 | rng.next_u8() & 0xf, rng.next_u8(), rng.next_u8(), rng.next_u8()];
+    header.extend((payload_bytes as u16).to_be_bytes());
+    header.extend([next_header, 64]);
+    header.extend(source_and_destination.map(|end| ipv6_for_ipv4(end).octets()).concat());
     header
 }
 
 /// Returns random extension headers before `protocol`, and the header number to write into the fixed header.
-fn extension_headers(rng: &mut FuzzRng, ipv4: &[u8], protocol: u8) -> (u8, Vec<u8>) {
+fn random_extension_headers(rng: &mut FuzzRng, ipv4: &[u8], protocol: u8) -> (u8, Vec<u8>) {
     let mut headers: Vec<(u8, Vec<u8>)> = Vec::new();
-    if rng.chance(1, 8) {
-        let most = if rng.chance(1, 16) { 8 } else { 3 };
-        for _ in 0..1 + rng.below(most) {
-            let (number, units) = (rng.pick(&[0, 43, 60, NEXT_HEADER_AUTHENTICATION]), rng.below(3));
-            let length = if number == NEXT_HEADER_AUTHENTICATION { 8 + 4 * units } else { 8 * (units + 1) };
-            headers.push((number, [&[0, units as u8][..], &vec![0; length - 2]].concat()));
+    if rng.random_bool(1, 8) {
+        let max_count = if rng.random_bool(1, 16) { 8 } else { 3 };
+        for _ in 0..1 + rng.random_below(max_count) {
+            let (number, units) = (rng.pick(&[0, 43, 60, NEXT_HEADER_AUTHENTICATION]), rng.random_below(3));
+            let header_bytes = if number == NEXT_HEADER_AUTHENTICATION { 8 + 4 * units } else { 8 * (units + 1) };
+            headers.push((number, [&[0, units as u8][..], &vec![0; header_bytes - 2]].concat()));
         }
     }
-    let fragment = read_u16(ipv4, 6) & 0x3fff;
-    if fragment != 0 || rng.chance(1, 30) {
+    let fragment = read_be_u16(ipv4, 6) & 0x3fff;
+    if fragment != 0 || rng.random_bool(1, 30) {
         // The offset moves up by three bits; the flag "more fragments" moves to the lowest bit.
-        let field = fragment.rotate_left(3).to_be_bytes();
-        headers.push((NEXT_HEADER_FRAGMENT, [&[0, 0][..], &field, &[0, 0], &ipv4[4..6]].concat()));
+        let offset_and_flag = fragment.rotate_left(3).to_be_bytes();
+        headers.push((NEXT_HEADER_FRAGMENT, [&[0, 0][..], &offset_and_flag, &[0, 0], &ipv4[4..6]].concat()));
     }
-    let numbers: Vec<u8> = headers.iter().map(|(number, _)| *number).chain([protocol]).collect();
-    for ((_, bytes), next) in headers.iter_mut().zip(&numbers[1..]) {
+    let header_numbers: Vec<u8> = headers.iter().map(|(number, _)| *number).chain([protocol]).collect();
+    for ((_, bytes), next) in headers.iter_mut().zip(&header_numbers[1..]) {
         bytes[0] = *next;
     }
-    (numbers[0], headers.into_iter().flat_map(|(_, bytes)| bytes).collect())
+    (header_numbers[0], headers.into_iter().flat_map(|(_, bytes)| bytes).collect())
 }
 
 /// Translates an ICMP message to ICMPv6, with the header of the packet that it quotes.
-fn translate_icmp(rng: &mut FuzzRng, message: &[u8]) -> Vec<u8> {
-    let mut translated = message[..ICMP_HEADER.min(message.len())].to_vec();
+fn translate_icmp_to_icmpv6(rng: &mut FuzzRng, message: &[u8]) -> Vec<u8> {
+    let mut translated = message[..ICMP_HEADER_BYTES.min(message.len())].to_vec();
     if let Some(kind) = translated.first_mut() {
         *kind = match *kind {
             3 => rng.pick(&[1, 2]),
@@ -126,22 +132,27 @@ fn translate_icmp(rng: &mut FuzzRng, message: &[u8]) -> Vec<u8> {
             other => other,
         };
     }
-    let quoted = message.get(ICMP_HEADER..).unwrap_or_default();
-    if quoted.len() < IPV4_HEADER {
-        translated.resize(translated.len() + 2 * quoted.len(), 0);
+    let quoted_packet = message.get(ICMP_HEADER_BYTES..).unwrap_or_default();
+    if quoted_packet.len() < IPV4_HEADER_BYTES {
+        translated.resize(translated.len() + 2 * quoted_packet.len(), 0);
         return translated;
     }
-    let header = (usize::from(quoted[0] & 0xf) * 4).min(quoted.len());
-    let length = usize::from(read_u16(quoted, 2)).saturating_sub(header);
-    translated.extend(ipv6_header(rng, length, quoted[9], [ipv4_at(quoted, 12), ipv4_at(quoted, 16)]));
-    translated.extend(&quoted[header..]);
+    let header_bytes = (usize::from(quoted_packet[0] & 0xf) * 4).min(quoted_packet.len());
+    let payload_bytes = usize::from(read_be_u16(quoted_packet, 2)).saturating_sub(header_bytes);
+    translated.extend(ipv6_header(
+        rng,
+        payload_bytes,
+        quoted_packet[9],
+        [read_ipv4(quoted_packet, 12), read_ipv4(quoted_packet, 16)],
+    ));
+    translated.extend(&quoted_packet[header_bytes..]);
     translated
 }
 
 /// Fields of the headers of an IPv6 packet.
-pub struct Headers {
+pub struct Ipv6Headers {
     /// Source and destination address.
-    pub ends: [Ipv6Addr; 2],
+    pub source_and_destination: [Ipv6Addr; 2],
     pub protocol: u8,
     /// Offset of the transport header, counted from the start of the frame.
     pub transport_offset: usize,
@@ -150,30 +161,30 @@ pub struct Headers {
 }
 
 /// Parses the headers of an IPv6 frame; `None` when it is not IPv6, or malformed.
-pub fn read(frame: &[u8]) -> Option<Headers> {
+pub fn parse_frame(frame: &[u8]) -> Option<Ipv6Headers> {
     let packet = frame
         .get(ETHERNET_HEADER_BYTES..)
-        .filter(|packet| packet.len() >= IPV6_HEADER && frame[12..14] == [0x86, 0xdd])?;
-    let end = |at: usize| Some(Ipv6Addr::from(<[u8; 16]>::try_from(packet.get(at..at + 16)?).ok()?));
-    let (mut protocol, mut at, mut is_later_fragment) = (packet[6], IPV6_HEADER, false);
+        .filter(|packet| packet.len() >= IPV6_HEADER_BYTES && frame[12..14] == [0x86, 0xdd])?;
+    let address_at = |at: usize| Some(Ipv6Addr::from(<[u8; 16]>::try_from(packet.get(at..at + 16)?).ok()?));
+    let (mut protocol, mut offset, mut is_later_fragment) = (packet[6], IPV6_HEADER_BYTES, false);
     while let 0 | 43 | NEXT_HEADER_FRAGMENT | NEXT_HEADER_AUTHENTICATION | 60 = protocol {
-        let header = packet.get(at..at + 4)?;
-        let length = usize::from(header[1]);
-        at += match protocol {
+        let header = packet.get(offset..offset + 4)?;
+        let length_field = usize::from(header[1]);
+        offset += match protocol {
             NEXT_HEADER_FRAGMENT => 8,
-            NEXT_HEADER_AUTHENTICATION => (length + 2) * 4,
-            _ => (length + 1) * 8,
+            NEXT_HEADER_AUTHENTICATION => (length_field + 2) * 4,
+            _ => (length_field + 1) * 8,
         };
-        is_later_fragment |= protocol == NEXT_HEADER_FRAGMENT && read_u16(header, 2) & 0xfff8 != 0;
+        is_later_fragment |= protocol == NEXT_HEADER_FRAGMENT && read_be_u16(header, 2) & 0xfff8 != 0;
         protocol = header[0];
         if is_later_fragment {
             break;
         }
     }
-    Some(Headers {
-        ends: [end(8)?, end(24)?],
+    Some(Ipv6Headers {
+        source_and_destination: [address_at(8)?, address_at(24)?],
         protocol,
-        transport_offset: ETHERNET_HEADER_BYTES + at,
+        transport_offset: ETHERNET_HEADER_BYTES + offset,
         is_later_fragment,
     })
 }

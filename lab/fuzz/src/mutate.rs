@@ -2,7 +2,7 @@
 
 use crate::frame::ETHERNET_HEADER_BYTES;
 use crate::fuzz_rng::FuzzRng;
-use crate::gen_state::GenState;
+use crate::gen_state::GeneratorState;
 use crate::harness::OWN_MAC;
 
 /// Minimum length of a frame that the kernel accepts for a test run (bytes).
@@ -10,33 +10,34 @@ pub const MIN_FRAME_BYTES: usize = 14;
 /// Maximum length of a mutated frame (bytes), which is far below the page of a test run's packet.
 pub const MAX_FRAME_BYTES: usize = 2048;
 
-const INTERESTING_BYTES: [u8; 10] = [0, 1, 2, 7, 8, 0x0f, 0x40, 0x7f, 0x80, 0xff];
+const BOUNDARY_BYTES: [u8; 10] = [0, 1, 2, 7, 8, 0x0f, 0x40, 0x7f, 0x80, 0xff];
 
 /// Writes a packet of random bytes, either the whole frame or the payload behind valid headers.
-pub fn write_random_bytes(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
-    packet.resize(MIN_FRAME_BYTES + rng.below(200), 0);
-    rng.fill(packet);
-    if packet.len() >= ETHERNET_HEADER_BYTES + 20 && rng.chance(15, 16) {
-        let vip = state.services[rng.below(state.services.len())].vip;
+pub fn write_random_packet(state: &GeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
+    packet.resize(MIN_FRAME_BYTES + rng.random_below(200), 0);
+    rng.fill_bytes(packet);
+    if packet.len() >= ETHERNET_HEADER_BYTES + 20 && rng.random_bool(15, 16) {
+        let vip = state.services[rng.random_below(state.services.len())].ipv4_address;
         packet[..6].copy_from_slice(&OWN_MAC);
         packet[12..14].copy_from_slice(&[8, 0]);
         packet[ETHERNET_HEADER_BYTES + 9] = rng.pick(&[1, 6, 17]);
         packet[ETHERNET_HEADER_BYTES + 16..ETHERNET_HEADER_BYTES + 20].copy_from_slice(&vip.0.octets());
-        if rng.chance(3, 4) {
+        if rng.random_bool(3, 4) {
             packet[ETHERNET_HEADER_BYTES] = 0x45;
             packet[ETHERNET_HEADER_BYTES + 6..ETHERNET_HEADER_BYTES + 8].fill(0);
-            let total = (packet.len() - ETHERNET_HEADER_BYTES) as u16;
-            packet[ETHERNET_HEADER_BYTES + 2..ETHERNET_HEADER_BYTES + 4].copy_from_slice(&total.to_be_bytes());
+            let ip_packet_bytes = (packet.len() - ETHERNET_HEADER_BYTES) as u16;
+            packet[ETHERNET_HEADER_BYTES + 2..ETHERNET_HEADER_BYTES + 4]
+                .copy_from_slice(&ip_packet_bytes.to_be_bytes());
         }
-        if packet.len() >= ETHERNET_HEADER_BYTES + 24 && rng.chance(3, 4) {
+        if packet.len() >= ETHERNET_HEADER_BYTES + 24 && rng.random_bool(3, 4) {
             packet[ETHERNET_HEADER_BYTES + 22..ETHERNET_HEADER_BYTES + 24].copy_from_slice(&vip.1.to_be_bytes());
         }
     }
 }
 
 /// Applies one to three random mutations to the packet.
-pub fn mutate(rng: &mut FuzzRng, packet: &mut Vec<u8>) {
-    for _ in 0..1 + rng.below(3) {
+pub fn mutate_packet(rng: &mut FuzzRng, packet: &mut Vec<u8>) {
+    for _ in 0..1 + rng.random_below(3) {
         mutate_once(rng, packet);
         packet.truncate(MAX_FRAME_BYTES);
         if packet.len() < MIN_FRAME_BYTES {
@@ -46,59 +47,59 @@ pub fn mutate(rng: &mut FuzzRng, packet: &mut Vec<u8>) {
 }
 
 /// Returns a random offset, mostly in the headers, rarely behind them.
-fn offset(rng: &mut FuzzRng, packet: &[u8]) -> usize {
-    let headers = packet.len().min(110);
-    if rng.chance(1, 16) { rng.below(packet.len()) } else { rng.below(headers) }
+fn random_offset(rng: &mut FuzzRng, packet: &[u8]) -> usize {
+    let headers_end = packet.len().min(110);
+    if rng.random_bool(1, 16) { rng.random_below(packet.len()) } else { rng.random_below(headers_end) }
 }
 
 fn mutate_once(rng: &mut FuzzRng, packet: &mut Vec<u8>) {
-    let at = offset(rng, packet);
-    match rng.below(12) {
-        0..3 => packet[at] ^= 1 << rng.below(8),
-        3 => packet[at] = rng.pick(&INTERESTING_BYTES),
-        4 => packet[at] = rng.u8(),
-        5 => packet.truncate(at),
+    let mutated_offset = random_offset(rng, packet);
+    match rng.random_below(12) {
+        0..3 => packet[mutated_offset] ^= 1 << rng.random_below(8),
+        3 => packet[mutated_offset] = rng.pick(&BOUNDARY_BYTES),
+        4 => packet[mutated_offset] = rng.next_u8(),
+        5 => packet.truncate(mutated_offset),
         6 => {
-            let length = packet.len() + rng.below(64);
-            packet.resize(length, rng.pick(&INTERESTING_BYTES));
+            let new_length = packet.len() + rng.random_below(64);
+            packet.resize(new_length, rng.pick(&BOUNDARY_BYTES));
         }
-        7 => corrupt_length(rng, packet),
-        8 => packet.insert(at, rng.u8()),
+        7 => corrupt_length_field(rng, packet),
+        8 => packet.insert(mutated_offset, rng.next_u8()),
         9 => {
-            packet.remove(at);
+            packet.remove(mutated_offset);
         }
         10 => {
-            let end = (at + 1 + rng.below(8)).min(packet.len());
-            packet[at..end].fill(rng.pick(&INTERESTING_BYTES));
+            let range_end = (mutated_offset + 1 + rng.random_below(8)).min(packet.len());
+            packet[mutated_offset..range_end].fill(rng.pick(&BOUNDARY_BYTES));
         }
         _ => {
-            let from = offset(rng, packet);
-            let length = (1 + rng.below(12)).min(packet.len() - at.max(from));
-            packet.copy_within(from..from + length, at);
+            let source_offset = random_offset(rng, packet);
+            let copied_bytes = (1 + rng.random_below(12)).min(packet.len() - mutated_offset.max(source_offset));
+            packet.copy_within(source_offset..source_offset + copied_bytes, mutated_offset);
         }
     }
 }
 
 /// Changes a length field by a random amount: that of the IP packet, the IP header, the TCP header or the UDP datagram.
-fn corrupt_length(rng: &mut FuzzRng, packet: &mut [u8]) {
-    let header = packet.get(ETHERNET_HEADER_BYTES).map_or(20, |byte| usize::from(byte & 0xf) * 4);
-    let by = rng.pick(&[-20i16, -12, -8, -4, -1, 1, 4, 8, 20]);
-    let mut add = |at: usize| {
+fn corrupt_length_field(rng: &mut FuzzRng, packet: &mut [u8]) {
+    let ip_header_bytes = packet.get(ETHERNET_HEADER_BYTES).map_or(20, |byte| usize::from(byte & 0xf) * 4);
+    let length_change = rng.pick(&[-20i16, -12, -8, -4, -1, 1, 4, 8, 20]);
+    let mut change_field_at = |at: usize| {
         if let Some(bytes) = packet.get_mut(at..at + 2) {
-            let value = u16::from_be_bytes([bytes[0], bytes[1]]).wrapping_add_signed(by);
+            let value = u16::from_be_bytes([bytes[0], bytes[1]]).wrapping_add_signed(length_change);
             bytes.copy_from_slice(&value.to_be_bytes());
         }
     };
-    match rng.below(4) {
-        0 => add(ETHERNET_HEADER_BYTES + 2),
-        1 => add(ETHERNET_HEADER_BYTES + header + 4),
+    match rng.random_below(4) {
+        0 => change_field_at(ETHERNET_HEADER_BYTES + 2),
+        1 => change_field_at(ETHERNET_HEADER_BYTES + ip_header_bytes + 4),
         2 => {
             if let Some(byte) = packet.get_mut(ETHERNET_HEADER_BYTES) {
                 *byte = byte.wrapping_add_signed(rng.pick(&[-1, 1, 2]));
             }
         }
         _ => {
-            if let Some(byte) = packet.get_mut(ETHERNET_HEADER_BYTES + header + 12) {
+            if let Some(byte) = packet.get_mut(ETHERNET_HEADER_BYTES + ip_header_bytes + 12) {
                 *byte = byte.wrapping_add_signed(rng.pick(&[-16, 16, 32]));
             }
         }

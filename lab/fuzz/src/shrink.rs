@@ -2,59 +2,61 @@
 
 use std::time::{Duration, Instant};
 
-use crate::change::Difference;
-use crate::epoch::{Epoch, Step};
+use crate::change::ModelDifference;
+use crate::epoch::{EpochStep, FuzzEpoch};
 use crate::harness::{Harness, HarnessSetup};
 use crate::mutate::MIN_FRAME_BYTES;
 
 /// Maximum duration of the shrinking, after which the smallest sequence found so far is returned.
-const TIMEOUT: Duration = Duration::from_secs(90);
+const SHRINK_TIMEOUT: Duration = Duration::from_secs(90);
 
 /// Smallest sequence of steps that was found to end with a difference.
 #[derive(Debug)]
-pub struct ShrunkSequence {
+pub struct FailingSequence {
     /// Steps in their order; the last one is a packet.
-    pub steps: Vec<Step>,
+    pub steps: Vec<EpochStep>,
     /// Difference that is found after the last step.
-    pub difference: Difference,
+    pub difference: ModelDifference,
 }
 
-struct Shrinker {
+struct SequenceShrinker {
     setup: HarnessSetup,
     deadline: Instant,
 }
 
-impl Shrinker {
+impl SequenceShrinker {
     /// Runs `steps` on a new harness. Returns the difference after the last step, in the packet or the state.
-    fn difference(&self, steps: &[Step]) -> anyhow::Result<Option<Difference>> {
+    fn find_difference(&self, steps: &[EpochStep]) -> anyhow::Result<Option<ModelDifference>> {
         let mut harness = Harness::new(self.setup, true)?;
-        let mut last = None;
+        let mut last_difference = None;
         for step in steps {
-            last = match step {
+            last_difference = match step {
                 // Without earlier steps a change may be invalid: its server's service may not exist.
-                Step::Change(change) if harness.is_applicable(change) => harness.change(change).map(|_| None)?,
-                Step::Change(_) => None,
-                Step::Packet(frame) => harness.process_packet(frame)?.1,
+                EpochStep::Change(change) if harness.is_applicable(change) => {
+                    harness.apply_change(change).map(|_| None)?
+                }
+                EpochStep::Change(_) => None,
+                EpochStep::Packet(frame) => harness.process_packet(frame)?.1,
             };
         }
-        match last.or_else(|| harness.compare_state()) {
+        match last_difference.or_else(|| harness.compare_state()) {
             Some(difference) => Ok(Some(difference)),
-            None => harness.compare_tables(),
+            None => harness.compare_large_tables(),
         }
     }
 
     /// Returns the length of the shortest prefix of `steps` that ends with a difference. A difference of the state may
     /// be found long after the packet that caused it.
-    fn shortest_failing_prefix(&self, steps: &[Step]) -> anyhow::Result<usize> {
-        let (mut same, mut differ) = (0, steps.len());
-        while same + 1 < differ {
-            let middle = same.midpoint(differ);
-            match self.difference(&steps[..middle])? {
-                Some(_) => differ = middle,
-                None => same = middle,
+    fn shortest_failing_prefix(&self, steps: &[EpochStep]) -> anyhow::Result<usize> {
+        let (mut longest_passing, mut shortest_failing) = (0, steps.len());
+        while longest_passing + 1 < shortest_failing {
+            let middle = longest_passing.midpoint(shortest_failing);
+            match self.find_difference(&steps[..middle])? {
+                Some(_) => shortest_failing = middle,
+                None => longest_passing = middle,
             }
         }
-        Ok(differ)
+        Ok(shortest_failing)
     }
 
     fn has_time_left(&self) -> bool {
@@ -62,52 +64,52 @@ impl Shrinker {
     }
 
     /// Removes unnecessary steps, in ever smaller chunks (delta debugging: Zeller and Hildebrandt, TSE 2002).
-    fn remove_needless_steps(&self, shrunk: &mut ShrunkSequence) -> anyhow::Result<()> {
-        let mut part = shrunk.steps.len().div_ceil(2);
-        while part > 0 && self.has_time_left() {
-            let mut start = 0;
-            while start + 1 < shrunk.steps.len() && self.has_time_left() {
-                let end = (start + part).min(shrunk.steps.len() - 1);
-                let fewer = [&shrunk.steps[..start], &shrunk.steps[end..]].concat();
-                match self.difference(&fewer)? {
-                    Some(difference) => *shrunk = ShrunkSequence { steps: fewer, difference },
-                    None => start = end,
+    fn remove_needless_steps(&self, shrunk: &mut FailingSequence) -> anyhow::Result<()> {
+        let mut chunk_length = shrunk.steps.len().div_ceil(2);
+        while chunk_length > 0 && self.has_time_left() {
+            let mut chunk_start = 0;
+            while chunk_start + 1 < shrunk.steps.len() && self.has_time_left() {
+                let chunk_end = (chunk_start + chunk_length).min(shrunk.steps.len() - 1);
+                let remaining_steps = [&shrunk.steps[..chunk_start], &shrunk.steps[chunk_end..]].concat();
+                match self.find_difference(&remaining_steps)? {
+                    Some(difference) => *shrunk = FailingSequence { steps: remaining_steps, difference },
+                    None => chunk_start = chunk_end,
                 }
             }
-            part /= 2;
+            chunk_length /= 2;
         }
         Ok(())
     }
 
     /// Shortens the last packet, and zeroes all bytes that do not affect the difference.
-    fn simplify_packet(&self, shrunk: &mut ShrunkSequence) -> anyhow::Result<()> {
-        let with = |shrunk: &mut ShrunkSequence, frame: Vec<u8>| -> anyhow::Result<()> {
+    fn simplify_packet(&self, shrunk: &mut FailingSequence) -> anyhow::Result<()> {
+        let replace_if_still_failing = |shrunk: &mut FailingSequence, frame: Vec<u8>| -> anyhow::Result<()> {
             let mut steps = shrunk.steps.clone();
-            *steps.last_mut().expect("a packet at the end") = Step::Packet(frame);
-            if let Some(difference) = self.difference(&steps)? {
-                *shrunk = ShrunkSequence { steps, difference };
+            *steps.last_mut().expect("a packet at the end") = EpochStep::Packet(frame);
+            if let Some(difference) = self.find_difference(&steps)? {
+                *shrunk = FailingSequence { steps, difference };
             }
             Ok(())
         };
-        let last = |shrunk: &ShrunkSequence| match shrunk.steps.last() {
-            Some(Step::Packet(frame)) => frame.clone(),
+        let last_frame = |shrunk: &FailingSequence| match shrunk.steps.last() {
+            Some(EpochStep::Packet(frame)) => frame.clone(),
             _ => Vec::new(),
         };
         for part in [256, 64, 16, 4, 1] {
-            let frame = last(shrunk);
+            let frame = last_frame(shrunk);
             if frame.len() > MIN_FRAME_BYTES + part && self.has_time_left() {
-                with(shrunk, frame[..frame.len() - part].to_vec())?;
+                replace_if_still_failing(shrunk, frame[..frame.len() - part].to_vec())?;
             }
         }
-        let mut at = 0;
-        while at < last(shrunk).len() && self.has_time_left() {
-            let mut frame = last(shrunk);
-            let end = (at + 2).min(frame.len());
-            if frame[at..end].iter().any(|byte| *byte != 0) {
-                frame[at..end].fill(0);
-                with(shrunk, frame)?;
+        let mut offset = 0;
+        while offset < last_frame(shrunk).len() && self.has_time_left() {
+            let mut frame = last_frame(shrunk);
+            let end = (offset + 2).min(frame.len());
+            if frame[offset..end].iter().any(|byte| *byte != 0) {
+                frame[offset..end].fill(0);
+                replace_if_still_failing(shrunk, frame)?;
             }
-            at = end;
+            offset = end;
         }
         Ok(())
     }
@@ -115,24 +117,28 @@ impl Shrinker {
 
 /// Shrinks the steps of an epoch whose packet number `packets` shows a difference. Returns `None` if the difference
 /// cannot be reproduced.
-pub fn shrink(seed: u64, packets: u64) -> anyhow::Result<Option<ShrunkSequence>> {
-    let (setup, mut steps) = Epoch::steps(seed, packets)?;
-    let shrinker = Shrinker { setup, deadline: Instant::now() + TIMEOUT };
-    if shrinker.difference(&steps)?.is_none() {
+pub fn shrink_epoch(seed: u64, packets: u64) -> anyhow::Result<Option<FailingSequence>> {
+    let (setup, mut steps) = FuzzEpoch::record_steps(seed, packets)?;
+    let shrinker = SequenceShrinker { setup, deadline: Instant::now() + SHRINK_TIMEOUT };
+    if shrinker.find_difference(&steps)?.is_none() {
         return Ok(None);
     }
-    let earliest = shrinker.shortest_failing_prefix(&steps)?;
-    steps.truncate(earliest);
-    let Some(difference) = shrinker.difference(&steps)? else { return Ok(None) };
-    let mut shrunk = ShrunkSequence { steps, difference };
+    let failing_length = shrinker.shortest_failing_prefix(&steps)?;
+    steps.truncate(failing_length);
+    let Some(difference) = shrinker.find_difference(&steps)? else { return Ok(None) };
+    let mut sequence = FailingSequence { steps, difference };
     // Most differences need no earlier packet.
-    let last = shrunk.steps.len() - 1;
-    let alone = shrunk.steps.iter().enumerate().filter(|(at, step)| *at == last || matches!(step, Step::Change(_)));
-    let alone: Vec<Step> = alone.map(|(_, step)| step.clone()).collect();
-    if let Some(difference) = shrinker.difference(&alone)? {
-        shrunk = ShrunkSequence { steps: alone, difference };
+    let last_index = sequence.steps.len() - 1;
+    let changes_and_last = sequence
+        .steps
+        .iter()
+        .enumerate()
+        .filter(|(at, step)| *at == last_index || matches!(step, EpochStep::Change(_)));
+    let changes_and_last: Vec<EpochStep> = changes_and_last.map(|(_, step)| step.clone()).collect();
+    if let Some(difference) = shrinker.find_difference(&changes_and_last)? {
+        sequence = FailingSequence { steps: changes_and_last, difference };
     }
-    shrinker.remove_needless_steps(&mut shrunk)?;
-    shrinker.simplify_packet(&mut shrunk)?;
-    Ok(Some(shrunk))
+    shrinker.remove_needless_steps(&mut sequence)?;
+    shrinker.simplify_packet(&mut sequence)?;
+    Ok(Some(sequence))
 }

@@ -17,7 +17,7 @@ pub enum ArrivalProcess {
 /// Generator of the due times of requests, in ascending order from 0.
 #[derive(Debug)]
 pub struct ArrivalSchedule {
-    arrivals: ArrivalProcess,
+    arrival_process: ArrivalProcess,
     mean_gap_ns: f64,
     /// Due time of the next request (ns), a float: truncated to ns, 600,000 requests per second would be off by 0.04 %.
     next_due_ns: f64,
@@ -27,7 +27,12 @@ pub struct ArrivalSchedule {
 impl ArrivalSchedule {
     /// Creates a schedule of `rate` requests per second (above 0). Schedules of one seed differ by their `purpose`.
     pub fn new(arrivals: ArrivalProcess, rate: f64, seed: u64, purpose: u64) -> Self {
-        let mut schedule = Self { arrivals, mean_gap_ns: 1e9 / rate, next_due_ns: 0.0, rng: seeded_rng(seed, purpose) };
+        let mut schedule = Self {
+            arrival_process: arrivals,
+            mean_gap_ns: 1e9 / rate,
+            next_due_ns: 0.0,
+            rng: seeded_rng(seed, purpose),
+        };
         schedule.advance();
         schedule
     }
@@ -39,7 +44,7 @@ impl ArrivalSchedule {
 
     /// Advances the schedule to the following request.
     pub fn advance(&mut self) {
-        self.next_due_ns += match self.arrivals {
+        self.next_due_ns += match self.arrival_process {
             ArrivalProcess::Poisson => exponential(&mut self.rng) * self.mean_gap_ns,
             ArrivalProcess::Fixed => self.mean_gap_ns,
         };
@@ -50,24 +55,24 @@ impl ArrivalSchedule {
 mod tests {
     use super::*;
 
-    fn gaps(arrivals: ArrivalProcess, rate: f64, seed: u64, count: usize) -> Vec<f64> {
+    fn gaps_ns(arrivals: ArrivalProcess, rate: f64, seed: u64, count: usize) -> Vec<f64> {
         let mut schedule = ArrivalSchedule::new(arrivals, rate, seed, 1);
-        let mut last = 0;
-        let gap = |_| {
-            let next = schedule.next_due_ns();
+        let mut last_due_ns = 0;
+        let next_gap = |_| {
+            let due_ns = schedule.next_due_ns();
             schedule.advance();
-            let gap = next - last;
-            last = next;
-            gap as f64
+            let gap_ns = due_ns - last_due_ns;
+            last_due_ns = due_ns;
+            gap_ns as f64
         };
-        (0..count).map(gap).collect()
+        (0..count).map(next_gap).collect()
     }
 
     #[test]
-    fn poisson_gaps_have_mean_and_variance() {
+    fn poisson_gaps_have_the_mean_and_variance_of_an_exponential_distribution() {
         for (seed, rate) in [(1, 1_000.0), (2, 50_000.0), (3, 700_000.0)] {
             let (count, mean_ns) = (200_000, 1e9 / rate);
-            let gaps = gaps(ArrivalProcess::Poisson, rate, seed, count);
+            let gaps = gaps_ns(ArrivalProcess::Poisson, rate, seed, count);
             let mean = gaps.iter().sum::<f64>() / count as f64;
             let variance = gaps.iter().map(|gap| (gap - mean).powi(2)).sum::<f64>() / count as f64;
             // Tolerances are four standard errors; for 200,000 exponential gaps these are 0.22 % (mean) and 0.63 %
@@ -78,35 +83,36 @@ mod tests {
     }
 
     #[test]
-    fn arrivals_in_a_window_have_equal_mean_and_variance() {
+    fn numbers_of_poisson_arrivals_per_window_have_equal_mean_and_variance() {
         // A Poisson process has an index of dispersion of 1; exponential gaps that depend on each other do not.
-        let mut counts = vec![0.0; 2_000];
-        let mut now = 0.0;
-        for gap in gaps(ArrivalProcess::Poisson, 1_000.0, 4, 20_000) {
-            now += gap;
-            let window = (now / 10e6) as usize;
-            if window < counts.len() {
-                counts[window] += 1.0;
+        let mut counts_by_window = vec![0.0; 2_000];
+        let mut now_ns = 0.0;
+        for gap in gaps_ns(ArrivalProcess::Poisson, 1_000.0, 4, 20_000) {
+            now_ns += gap;
+            let window = (now_ns / 10e6) as usize;
+            if window < counts_by_window.len() {
+                counts_by_window[window] += 1.0;
             }
         }
-        let counts = &counts[..1_900];
-        let mean = counts.iter().sum::<f64>() / counts.len() as f64;
-        let variance = counts.iter().map(|count| (count - mean).powi(2)).sum::<f64>() / counts.len() as f64;
+        let complete_window_counts = &counts_by_window[..1_900];
+        let mean = complete_window_counts.iter().sum::<f64>() / complete_window_counts.len() as f64;
+        let variance = complete_window_counts.iter().map(|count| (count - mean).powi(2)).sum::<f64>()
+            / complete_window_counts.len() as f64;
         // 1,900 windows: the ratio's standard error is sqrt(2 / 1900) = 3.2 %.
         assert!((variance / mean - 1.0).abs() < 0.13, "variance {variance}, mean {mean}");
     }
 
     #[test]
-    fn fixed_gaps_keep_the_rate_to_the_nanosecond() {
+    fn sum_of_fixed_gaps_has_an_error_of_at_most_one_nanosecond() {
         let mut schedule = ArrivalSchedule::new(ArrivalProcess::Fixed, 600_000.0, 1, 1);
         (1..600_000).for_each(|_| schedule.advance());
         assert!((999_999_999..=1_000_000_001).contains(&schedule.next_due_ns()), "{}", schedule.next_due_ns());
     }
 
     #[test]
-    fn seed_determines_the_schedule() {
-        let gaps = |seed| gaps(ArrivalProcess::Poisson, 1_000.0, seed, 100);
-        assert_eq!(gaps(7), gaps(7));
-        assert_ne!(gaps(7), gaps(8));
+    fn same_seed_gives_the_same_schedule_and_another_seed_another_one() {
+        let gaps_of_seed = |seed| gaps_ns(ArrivalProcess::Poisson, 1_000.0, seed, 100);
+        assert_eq!(gaps_of_seed(7), gaps_of_seed(7));
+        assert_ne!(gaps_of_seed(7), gaps_of_seed(8));
     }
 }

@@ -14,11 +14,14 @@ use crate::arrivals::{ArrivalProcess, ArrivalSchedule};
 use crate::dns::DnsQuery;
 use crate::event_loop::now_ns;
 use crate::generator::{self, Durations, RequestStream};
-use crate::histogram_log::{HistogramLog, LogOutput};
-use crate::key_value::VALUE_BYTES_MAX;
+use crate::histogram_log::{HistogramLog, HistogramLogOutput};
+use crate::key_value::MAX_VALUE_BYTES;
 use crate::report::Report;
-use crate::request_type::{RequestType, ServiceTimes};
-use crate::transport::{Connections, DatagramProtocol, Http, Keys, Paced, Sources, Transport, Udp};
+use crate::request_type::{RequestType, ServiceTimesByType};
+use crate::transport::{
+    ConnectionPool, DatagramProtocol, FlowSources, HttpGetClient, KeyValueSettings, PacedProtocol, Transport,
+    UdpTransport,
+};
 use crate::workload::{RequestMix, ServiceDistribution, Workload};
 
 const RNG_STREAM_ARRIVALS: u64 = 0x6c6f_6111;
@@ -27,7 +30,7 @@ const RNG_STREAM_MEASURED_ARRIVALS: u64 = 0x6c6f_6113;
 const RNG_STREAM_MEASURED_REQUESTS: u64 = 0x6c6f_6114;
 
 /// Whether SIGINT or SIGTERM was received. The run then stops, and reports its results so far.
-static INTERRUPTED: AtomicBool = AtomicBool::new(false);
+static IS_INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
 /// Options of `coreward-lab load`.
 #[derive(Debug, Clone, clap::Args)]
@@ -84,7 +87,7 @@ pub struct LoadArgs {
     #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..))]
     pub keys: u32,
     /// Length of the values that PUT writes (bytes)
-    #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u16).range(..=VALUE_BYTES_MAX as i64))]
+    #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u16).range(..=MAX_VALUE_BYTES as i64))]
     pub value_bytes: u16,
     /// Seed of arrivals, types, times, keys and flows
     #[arg(long, default_value_t = 1)]
@@ -131,8 +134,8 @@ fn parse_not_negative(text: &str) -> Result<f64, String> {
 }
 
 fn parse_path(text: &str) -> Result<String, String> {
-    let fits = text.starts_with('/') && text.bytes().all(|byte| byte.is_ascii_graphic());
-    if fits { Ok(text.to_owned()) } else { Err("expected a path from / on, without blanks".to_owned()) }
+    let is_valid = text.starts_with('/') && text.bytes().all(|byte| byte.is_ascii_graphic());
+    if is_valid { Ok(text.to_owned()) } else { Err("expected a path from / on, without blanks".to_owned()) }
 }
 
 /// Sends requests to a service and returns the report. Fails when an option is invalid, a source address or port cannot
@@ -143,15 +146,15 @@ pub fn run(args: &LoadArgs) -> anyhow::Result<String> {
 }
 
 fn measure(args: &LoadArgs) -> anyhow::Result<Report> {
-    let load = build_workload(args, RNG_STREAM_REQUESTS)?;
-    let classes = load.request_types().to_vec();
+    let main_workload = build_workload(args, RNG_STREAM_REQUESTS)?;
+    let request_types = main_workload.request_types().to_vec();
     let schedule = ArrivalSchedule::new(args.arrivals, args.rate, args.seed, RNG_STREAM_ARRIVALS);
-    let mut streams = vec![RequestStream { schedule, workload: load, first_class: 0 }];
-    let measured = classes[0];
+    let mut streams = vec![RequestStream { schedule, workload: main_workload, first_class_index: 0 }];
+    let measured_type = request_types[0];
     if let Some(rate) = args.measure {
         let schedule = ArrivalSchedule::new(ArrivalProcess::Poisson, rate, args.seed, RNG_STREAM_MEASURED_ARRIVALS);
         let workload = build_workload(args, RNG_STREAM_MEASURED_REQUESTS)?.first_type_only();
-        streams.push(RequestStream { schedule, workload, first_class: classes.len() as u8 });
+        streams.push(RequestStream { schedule, workload, first_class_index: request_types.len() as u8 });
     }
     let mut transport = open_transport(args)?;
     let durations = Durations {
@@ -159,27 +162,34 @@ fn measure(args: &LoadArgs) -> anyhow::Result<Report> {
         measured_ns: seconds_to_ns(args.seconds),
         timeout_ns: seconds_to_ns(args.timeout),
     };
-    let bar = progress_bar(args.warm_up + args.seconds)?;
-    let mut tags: Vec<String> = classes.iter().map(RequestType::to_string).collect();
-    tags.push(format!("{measured}-measuring"));
-    let mut output = LogOutput::create(args.histogram_log.as_deref())?;
-    let mut log = HistogramLog::begin(&mut output, tags, &format!("coreward-lab load {}", args.target))?;
-    let intervals = args.histogram_log.is_some();
-    ctrlc::set_handler(|| INTERRUPTED.store(true, Ordering::Relaxed))?;
-    let mut results = generator::run(streams, transport.as_mut(), durations, intervals, |since_ns, results| {
-        if INTERRUPTED.load(Ordering::Relaxed) {
-            results.stop(now_ns());
-        }
-        bar.set_position(since_ns / 1_000_000);
-        let sum = |of: fn(&crate::results::ClassResults) -> u64| results.classes.iter().map(of).sum::<u64>();
-        bar.set_message(format!("{} answered, {} lost", sum(|class| class.completed), sum(|class| class.lost)));
-        log.advance(since_ns, results)
-    })?;
-    log.finish(results.ended_ns, &mut results)?;
-    output.flush()?;
-    bar.finish_and_clear();
+    let progress_bar = new_progress_bar(args.warm_up + args.seconds)?;
+    let mut class_tags: Vec<String> = request_types.iter().map(RequestType::to_string).collect();
+    class_tags.push(format!("{measured_type}-measuring"));
+    let mut log_output = HistogramLogOutput::create(args.histogram_log.as_deref())?;
+    let mut histogram_log =
+        HistogramLog::begin(&mut log_output, class_tags, &format!("coreward-lab load {}", args.target))?;
+    let records_intervals = args.histogram_log.is_some();
+    ctrlc::set_handler(|| IS_INTERRUPTED.store(true, Ordering::Relaxed))?;
+    let mut results =
+        generator::run_open_loop(streams, transport.as_mut(), durations, records_intervals, |since_ns, results| {
+            if IS_INTERRUPTED.load(Ordering::Relaxed) {
+                results.stop(now_ns());
+            }
+            progress_bar.set_position(since_ns / 1_000_000);
+            let sum_of_classes =
+                |of: fn(&crate::results::ClassResults) -> u64| results.classes.iter().map(of).sum::<u64>();
+            progress_bar.set_message(format!(
+                "{} answered, {} lost",
+                sum_of_classes(|class| class.completed_count),
+                sum_of_classes(|class| class.lost_count)
+            ));
+            histogram_log.write_if_interval_ended(since_ns, results)
+        })?;
+    histogram_log.write_last_interval(results.end_ns, &mut results)?;
+    log_output.flush()?;
+    progress_bar.finish_and_clear();
     ensure!(!results.measured_window_ns.is_empty(), "interrupted before anything was measured");
-    Ok(Report::new(&results, &classes, args.measure.map(|_| measured)))
+    Ok(Report::new(&results, &request_types, args.measure.map(|_| measured_type)))
 }
 
 fn seconds_to_ns(seconds: f64) -> u64 {
@@ -192,55 +202,72 @@ fn build_workload(args: &LoadArgs, purpose: u64) -> anyhow::Result<Workload> {
     }
     // The TCP protocol carries only service times.
     let multiplier = args.multiplier.or((args.transport == TransportName::Tcp).then_some(1.0));
-    let times = multiplier.map_or_else(|| Ok(ServiceTimes::default()), ServiceTimes::turbo)?;
-    let workload = Workload::from_mix(&args.mix, &times, args.seed, purpose);
-    let unknown = workload.request_types().iter().find(|class| !times.is_empty() && times.get(**class).is_none());
+    let service_times =
+        multiplier.map_or_else(|| Ok(ServiceTimesByType::default()), ServiceTimesByType::multiples_of_turbo)?;
+    let workload = Workload::from_mix(&args.mix, &service_times, args.seed, purpose);
+    let type_without_time =
+        workload.request_types().iter().find(|class| !service_times.is_empty() && service_times.get(**class).is_none());
     ensure!(
-        unknown.is_none(),
+        type_without_time.is_none(),
         "Turbo's Figure 7 has no service time of {}: expected GET, PUT, SCAN18, SCAN46 and SCAN105",
-        unknown.unwrap_or(&RequestType::GET)
+        type_without_time.unwrap_or(&RequestType::GET)
     );
     Ok(workload)
 }
 
 fn open_transport(args: &LoadArgs) -> anyhow::Result<Box<dyn Transport>> {
     if let Some(first) = args.first_port {
-        let last = u32::from(first) + u32::from(args.flows) - 1;
-        ensure!(first > 0 && last <= 65_535, "ports {first} to {last} of {} flows: expected 1 to 65535", args.flows);
+        let last_port = u32::from(first) + u32::from(args.flows) - 1;
+        ensure!(
+            first > 0 && last_port <= 65_535,
+            "ports {first} to {last_port} of {} flows: expected 1 to 65535",
+            args.flows
+        );
     }
-    let is_foreign = |address: &&IpAddr| address.is_ipv4() != args.target.is_ipv4();
-    if let Some(source) = args.sources.iter().find(is_foreign) {
+    let is_of_other_family = |address: &&IpAddr| address.is_ipv4() != args.target.is_ipv4();
+    if let Some(source) = args.sources.iter().find(is_of_other_family) {
         bail!("source {source} of target {}: expected an address of the same family", args.target);
     }
-    let sources = Sources { addresses: args.sources.clone(), flow_count: args.flows, first_port: args.first_port };
-    let keys = Keys { count: args.keys, value_bytes: args.value_bytes };
+    let flow_sources =
+        FlowSources { addresses: args.sources.clone(), flow_count: args.flows, first_port: args.first_port };
+    let key_settings = KeyValueSettings { count: args.keys, value_bytes: args.value_bytes };
     Ok(match args.transport {
-        TransportName::Udp => Box::new(Udp::open(args.target, &sources, DatagramProtocol::KeyValue(keys), args.seed)?),
+        TransportName::Udp => Box::new(UdpTransport::open(
+            args.target,
+            &flow_sources,
+            DatagramProtocol::KeyValue(key_settings),
+            args.seed,
+        )?),
         TransportName::Dns => {
-            let (classes, queries) = (build_workload(args, RNG_STREAM_REQUESTS)?.request_types().len(), &args.query);
+            let (class_count, queries) =
+                (build_workload(args, RNG_STREAM_REQUESTS)?.request_types().len(), &args.query);
             ensure!(
                 args.service.is_none() && args.multiplier.is_none(),
                 "--transport dns: expected --mix and --query only"
             );
             ensure!(
-                queries.len() == classes,
-                "{} of --query: expected one for each of {classes} classes",
+                queries.len() == class_count,
+                "{} of --query: expected one for each of {class_count} classes",
                 queries.len()
             );
-            Box::new(Udp::open(args.target, &sources, DatagramProtocol::Dns(queries.clone()), args.seed)?)
+            Box::new(UdpTransport::open(args.target, &flow_sources, DatagramProtocol::Dns(queries.clone()), args.seed)?)
         }
-        TransportName::Tcp => Box::new(Connections::open(Paced, args.target, sources, args.seed)?),
+        TransportName::Tcp => Box::new(ConnectionPool::open(PacedProtocol, args.target, flow_sources, args.seed)?),
         TransportName::Http => {
-            let only_get = args.service.is_none() && args.multiplier.is_none() && args.mix.to_string() == "GET=1";
-            ensure!(only_get, "--transport http asks for --path only: expected no --mix, --service or --multiplier");
-            let http = Http::new(&args.path, &args.target.to_string());
-            Box::new(Connections::open(http, args.target, sources, args.seed)?)
+            let has_default_requests =
+                args.service.is_none() && args.multiplier.is_none() && args.mix.to_string() == "GET=1";
+            ensure!(
+                has_default_requests,
+                "--transport http asks for --path only: expected no --mix, --service or --multiplier"
+            );
+            let http = HttpGetClient::new(&args.path, &args.target.to_string());
+            Box::new(ConnectionPool::open(http, args.target, flow_sources, args.seed)?)
         }
     })
 }
 
 /// Returns a progress bar, which is hidden unless stderr is a terminal.
-fn progress_bar(seconds: f64) -> anyhow::Result<ProgressBar> {
+fn new_progress_bar(seconds: f64) -> anyhow::Result<ProgressBar> {
     let style = ProgressStyle::with_template("{wide_bar} {elapsed} of {prefix} s, {msg}").context("progress bar")?;
     Ok(ProgressBar::new((seconds * 1e3) as u64).with_style(style).with_prefix(format!("{seconds}")))
 }

@@ -14,20 +14,20 @@ const TYPE_OPT: u16 = 41;
 const EDNS_PAYLOAD_BYTES: u16 = 1_400;
 /// Bit DO in the extended flags, which requests signatures (RFC 6891, Sect. 6.1.4).
 const DNSSEC_OK: u32 = 0x8000;
-const LABEL_MAX: usize = 63;
-const NAME_MAX: usize = 255;
+const MAX_LABEL_BYTES: usize = 63;
+const MAX_NAME_BYTES: usize = 255;
 
-const QUERY_TYPES: [(&str, u16); 8] =
+const QUERY_TYPE_CODES: [(&str, u16); 8] =
     [("A", 1), ("NS", 2), ("SOA", 6), ("MX", 15), ("TXT", 16), ("AAAA", 28), ("DNSKEY", 48), ("ANY", 255)];
 
 /// Question of a DNS query, which is sent without recursion.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DnsQuery {
     /// Domain name in wire format, as a sequence of labels.
-    name: Vec<u8>,
-    query_type: u16,
-    dnssec: bool,
-    text: String,
+    wire_name: Vec<u8>,
+    query_type_code: u16,
+    requests_dnssec: bool,
+    source_text: String,
 }
 
 /// Error for a text that is not a query.
@@ -42,34 +42,35 @@ impl FromStr for DnsQuery {
     type Err = QueryError;
 
     fn from_str(text: &str) -> Result<Self, QueryError> {
-        let wrong = || QueryError(text.to_owned());
-        let mut parts = text.split('/');
-        let (name, query_type) = parts.next().zip(parts.next()).ok_or_else(wrong)?;
-        let dnssec = match (parts.next(), parts.next()) {
+        let query_error = || QueryError(text.to_owned());
+        let mut slash_separated = text.split('/');
+        let (name, query_type) = slash_separated.next().zip(slash_separated.next()).ok_or_else(query_error)?;
+        let requests_dnssec = match (slash_separated.next(), slash_separated.next()) {
             (None, _) => false,
             (Some("dnssec"), None) => true,
-            _ => return Err(wrong()),
+            _ => return Err(query_error()),
         };
-        let (_, query_type) = QUERY_TYPES.into_iter().find(|(known, _)| *known == query_type).ok_or_else(wrong)?;
-        let mut bytes = Vec::new();
+        let (_, query_type_code) =
+            QUERY_TYPE_CODES.into_iter().find(|(known, _)| *known == query_type).ok_or_else(query_error)?;
+        let mut wire_name = Vec::new();
         for label in name.trim_end_matches('.').split('.') {
-            if label.is_empty() || label.len() > LABEL_MAX || !label.is_ascii() {
-                return Err(wrong());
+            if label.is_empty() || label.len() > MAX_LABEL_BYTES || !label.is_ascii() {
+                return Err(query_error());
             }
-            bytes.push(label.len() as u8);
-            bytes.extend(label.bytes());
+            wire_name.push(label.len() as u8);
+            wire_name.extend(label.bytes());
         }
-        bytes.push(0);
-        if bytes.len() > NAME_MAX {
-            return Err(wrong());
+        wire_name.push(0);
+        if wire_name.len() > MAX_NAME_BYTES {
+            return Err(query_error());
         }
-        Ok(Self { name: bytes, query_type, dnssec, text: text.to_owned() })
+        Ok(Self { wire_name, query_type_code, requests_dnssec, source_text: text.to_owned() })
     }
 }
 
 impl fmt::Display for DnsQuery {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.text)
+        f.write_str(&self.source_text)
     }
 }
 
@@ -80,13 +81,13 @@ impl DnsQuery {
         datagram.extend(id.to_be_bytes());
         // No recursion; one question, one additional record.
         datagram.extend([0, 0, 0, 1, 0, 0, 0, 0, 0, 1]);
-        datagram.extend(&self.name);
-        datagram.extend(self.query_type.to_be_bytes());
+        datagram.extend(&self.wire_name);
+        datagram.extend(self.query_type_code.to_be_bytes());
         datagram.extend(CLASS_INTERNET.to_be_bytes());
         datagram.push(0);
         datagram.extend(TYPE_OPT.to_be_bytes());
         datagram.extend(EDNS_PAYLOAD_BYTES.to_be_bytes());
-        datagram.extend(if self.dnssec { DNSSEC_OK } else { 0 }.to_be_bytes());
+        datagram.extend(if self.requests_dnssec { DNSSEC_OK } else { 0 }.to_be_bytes());
         datagram.extend([0, 0]);
     }
 }
@@ -103,28 +104,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn dns_query_follows_the_rfcs() {
+    fn dns_query_has_the_wire_format_of_rfc_1035_and_rfc_6891() {
         let mut datagram = vec![9];
         "www.example./A/dnssec".parse::<DnsQuery>().unwrap().write(0x1234, &mut datagram);
-        let expected = [
+        let expected_parts = [
             &[0x12, 0x34, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1][..],
             b"\x03www\x07example\x00\x00\x01\x00\x01",
             &[0, 0, 41, 0x05, 0x78, 0, 0, 0x80, 0, 0, 0],
         ];
-        assert_eq!(datagram, expected.concat());
+        assert_eq!(datagram, expected_parts.concat());
     }
 
     #[test]
-    fn responses_are_distinguished_from_queries_and_errors() {
-        let header = |flags: [u8; 2]| [&[0xab, 0xcd][..], &flags, &[0; 8]].concat();
-        assert_eq!(parse_response(&header([0x84, 0])), Some((0xabcd, true)));
-        assert_eq!(parse_response(&header([0x84, 3])), Some((0xabcd, false)));
-        assert_eq!(parse_response(&header([0x04, 0])), None);
+    fn successful_and_failed_dns_responses_are_distinguished_from_other_datagrams() {
+        let header_with_flags = |flags: [u8; 2]| [&[0xab, 0xcd][..], &flags, &[0; 8]].concat();
+        assert_eq!(parse_response(&header_with_flags([0x84, 0])), Some((0xabcd, true)));
+        assert_eq!(parse_response(&header_with_flags([0x84, 3])), Some((0xabcd, false)));
+        assert_eq!(parse_response(&header_with_flags([0x04, 0])), None);
         assert_eq!(parse_response(&[0x84; 11]), None);
     }
 
     #[test]
-    fn invalid_query_is_rejected_with_message() {
+    fn invalid_dns_query_is_rejected_with_a_message_about_the_format() {
         for text in ["www.example", "www.example/B", "a..b/A", "www.example/A/dnssec/x", "www.example/A/x", "/A"] {
             let error = text.parse::<DnsQuery>().unwrap_err().to_string();
             assert!(error.starts_with(&format!("query {text:?}: expected NAME/TYPE")), "{error}");

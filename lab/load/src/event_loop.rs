@@ -8,20 +8,21 @@ use std::time::Duration;
 
 /// Returns the time of CLOCK_MONOTONIC (ns), which is the same in every namespace and process.
 pub fn now_ns() -> u64 {
-    let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC).expect("every kernel has this clock");
-    Duration::from(now).as_nanos() as u64
+    let monotonic_time =
+        nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC).expect("every kernel has this clock");
+    Duration::from(monotonic_time).as_nanos() as u64
 }
 
 /// Event that epoll has reported for one descriptor.
 #[derive(Debug, Clone, Copy)]
-pub struct Event {
+pub struct ReadyEvent {
     /// Token with which the descriptor was added by [`Epoll::add`].
     pub token: u64,
     /// Combination of EPOLLIN, EPOLLOUT, EPOLLERR, EPOLLHUP and EPOLLRDHUP.
     pub flags: u32,
 }
 
-impl Event {
+impl ReadyEvent {
     pub fn has_flags(self, flags: i32) -> bool {
         self.flags & flags as u32 != 0
     }
@@ -48,45 +49,55 @@ impl Epoll {
     /// the kernel refuses, for instance because the descriptor is in the set already.
     pub fn add(&self, descriptor: BorrowedFd<'_>, token: u64, flags: i32) -> io::Result<()> {
         let mut event = libc::epoll_event { events: flags as u32, u64: token };
-        let (set, descriptor) = (self.epoll_fd.as_raw_fd(), descriptor.as_raw_fd());
+        let (set_descriptor, descriptor) = (self.epoll_fd.as_raw_fd(), descriptor.as_raw_fd());
         // SAFETY: both descriptors are open, and the kernel copies the event before it returns.
-        check_syscall(unsafe { libc::epoll_ctl(set, libc::EPOLL_CTL_ADD, descriptor, &mut event) })?;
+        check_syscall(unsafe { libc::epoll_ctl(set_descriptor, libc::EPOLL_CTL_ADD, descriptor, &mut event) })?;
         Ok(())
     }
 
     /// Removes an open descriptor from the set. Fails when the set does not contain it.
     pub fn remove(&self, descriptor: BorrowedFd<'_>) -> io::Result<()> {
-        let (set, descriptor) = (self.epoll_fd.as_raw_fd(), descriptor.as_raw_fd());
+        let (set_descriptor, descriptor) = (self.epoll_fd.as_raw_fd(), descriptor.as_raw_fd());
         // SAFETY: both descriptors are open; removal takes no event.
-        check_syscall(unsafe { libc::epoll_ctl(set, libc::EPOLL_CTL_DEL, descriptor, std::ptr::null_mut()) })?;
+        check_syscall(unsafe {
+            libc::epoll_ctl(set_descriptor, libc::EPOLL_CTL_DEL, descriptor, std::ptr::null_mut())
+        })?;
         Ok(())
     }
 
     /// Waits until a descriptor is ready, or until the time `until_ns` of [`now_ns`] (`None`: indefinitely). A signal
     /// ends the wait early.
-    pub fn wait(&mut self, until_ns: Option<u64>) -> io::Result<impl Iterator<Item = Event> + use<'_>> {
-        let timeout = until_ns.map(|until_ns| {
-            let left = Duration::from_nanos(until_ns.saturating_sub(now_ns()));
-            libc::timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) }
+    pub fn wait(&mut self, until_ns: Option<u64>) -> io::Result<impl Iterator<Item = ReadyEvent> + use<'_>> {
+        let relative_timeout = until_ns.map(|until_ns| {
+            let remaining = Duration::from_nanos(until_ns.saturating_sub(now_ns()));
+            libc::timespec { tv_sec: remaining.as_secs() as i64, tv_nsec: i64::from(remaining.subsec_nanos()) }
         });
-        let timeout = timeout.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
-        let (set, length) = (self.epoll_fd.as_raw_fd(), self.ready_events.len() as i32);
-        // SAFETY: `ready` has room for `length` events, `timeout` is null or outlives the call, no signal mask is
-        // given.
-        let count = check_syscall(unsafe {
-            libc::epoll_pwait2(set, self.ready_events.as_mut_ptr(), length, timeout, std::ptr::null())
+        let timeout_pointer = relative_timeout.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+        let (set_descriptor, capacity) = (self.epoll_fd.as_raw_fd(), self.ready_events.len() as i32);
+        // SAFETY: `ready_events` has room for `capacity` events, `timeout` is null or outlives the call, no signal mask
+        // is given.
+        let ready_count = check_syscall(unsafe {
+            libc::epoll_pwait2(
+                set_descriptor,
+                self.ready_events.as_mut_ptr(),
+                capacity,
+                timeout_pointer,
+                std::ptr::null(),
+            )
         });
-        let count = match count {
+        let ready_count = match ready_count {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => 0,
             other => other?,
         };
-        Ok(self.ready_events[..count as usize].iter().map(|event| Event { token: event.u64, flags: event.events }))
+        Ok(self.ready_events[..ready_count as usize]
+            .iter()
+            .map(|event| ReadyEvent { token: event.u64, flags: event.events }))
     }
 }
 
 /// Accepts the next connection of a nonblocking listener as a nonblocking stream; `None` when no connection waits.
 /// Fails when the process has no descriptors left.
-pub fn accept(listener: &TcpListener) -> io::Result<Option<TcpStream>> {
+pub fn accept_nonblocking(listener: &TcpListener) -> io::Result<Option<TcpStream>> {
     loop {
         match listener.accept() {
             Ok((stream, _)) => {

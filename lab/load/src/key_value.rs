@@ -18,12 +18,12 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 use crate::request_type::RequestType;
 
 /// Maximum length of a datagram that fits into one Ethernet frame (bytes): 1500 less the IPv4 and UDP headers.
-pub const DATAGRAM_BYTES_MAX: usize = 1_472;
+pub const MAX_DATAGRAM_BYTES: usize = 1_472;
 /// Maximum length of a key (bytes).
-pub const KEY_BYTES_MAX: usize = 255;
+pub const MAX_KEY_BYTES: usize = 255;
 /// Maximum length of a stored value (bytes): with the longest key it fits into one datagram of a response.
-pub const VALUE_BYTES_MAX: usize =
-    DATAGRAM_BYTES_MAX - size_of::<ResponseHeader>() - size_of::<PairHeader>() - KEY_BYTES_MAX;
+pub const MAX_VALUE_BYTES: usize =
+    MAX_DATAGRAM_BYTES - size_of::<ResponseHeader>() - size_of::<PairHeader>() - MAX_KEY_BYTES;
 /// Offset of the request type in every datagram.
 pub const TYPE_OFFSET: usize = 0;
 /// Offset of the request id in every datagram; it has 4 bytes, little-endian.
@@ -45,17 +45,17 @@ struct RequestHeader {
 #[repr(C)]
 pub struct ResponseHeader {
     pub request_type: u8,
-    /// Outcome of the request, a value of [`Status`].
+    /// Outcome of the request, a value of [`ResponseStatus`].
     pub status: u8,
     /// Number of the worker that answers the request, from 0.
-    pub worker: U16,
+    pub worker_index: U16,
     /// Id of the request, by which the client finds it.
     pub id: U32,
     /// Index of this datagram among those of the response, from 0.
     pub part: u8,
     /// Number of datagrams of the response, at least 1.
-    pub parts: u8,
-    pub pairs: U16,
+    pub part_count: u8,
+    pub pair_count: U16,
 }
 
 const _: () = assert!(std::mem::offset_of!(RequestHeader, id) == ID_OFFSET);
@@ -72,31 +72,31 @@ struct PairHeader {
 /// Outcome of a request, as the response reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
-pub enum Status {
+pub enum ResponseStatus {
     Done = 0,
     /// GET: the store does not contain the key.
     NotFound = 1,
     /// PUT: the store has no room for another key.
-    Full = 2,
+    StoreFull = 2,
 }
 
 /// Reason why a datagram is not a valid request.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum BadRequest {
+pub enum RequestError {
     /// Datagram that is shorter than a request header.
     #[error("{0} bytes: expected at least {REQUEST_HEADER_BYTES}")]
-    Short(usize),
+    TooShort(usize),
     /// Unknown request type in the first byte.
     #[error(transparent)]
     RequestType(#[from] crate::request_type::RequestTypeError),
     /// Length of the datagram that differs from the sum of the lengths in its header.
     #[error("{given} bytes: expected {expected} by the lengths in the header")]
-    Length { given: usize, expected: usize },
+    WrongLength { given: usize, expected: usize },
     /// GET or PUT request without a key.
     #[error("a {0} without a key")]
-    NoKey(RequestType),
+    MissingKey(RequestType),
     /// Value that is too long for any response.
-    #[error("a value of {0} bytes: expected at most {VALUE_BYTES_MAX}")]
+    #[error("a value of {0} bytes: expected at most {MAX_VALUE_BYTES}")]
     ValueTooLong(usize),
 }
 
@@ -121,30 +121,30 @@ impl fmt::Debug for Request<'_> {
 }
 
 impl<'a> Request<'a> {
-    pub fn parse(datagram: &'a [u8]) -> Result<Self, BadRequest> {
-        let short = |_| BadRequest::Short(datagram.len());
-        let (header, rest) = RequestHeader::read_from_prefix(datagram).map_err(short)?;
+    pub fn parse(datagram: &'a [u8]) -> Result<Self, RequestError> {
+        let too_short = |_| RequestError::TooShort(datagram.len());
+        let (header, rest) = RequestHeader::read_from_prefix(datagram).map_err(too_short)?;
         let request_type = RequestType::try_from(header.request_type)?;
         let (key_length, value_length) = (usize::from(header.key_length), usize::from(header.value_length.get()));
         if rest.len() != key_length + value_length {
             let expected = REQUEST_HEADER_BYTES + key_length + value_length;
-            return Err(BadRequest::Length { given: datagram.len(), expected });
+            return Err(RequestError::WrongLength { given: datagram.len(), expected });
         }
         let (key, value) = rest.split_at(key_length);
         if key.is_empty() && matches!(request_type, RequestType::GET | RequestType::PUT) {
-            return Err(BadRequest::NoKey(request_type));
+            return Err(RequestError::MissingKey(request_type));
         }
-        if value_length > VALUE_BYTES_MAX {
-            return Err(BadRequest::ValueTooLong(value_length));
+        if value_length > MAX_VALUE_BYTES {
+            return Err(RequestError::ValueTooLong(value_length));
         }
         Ok(Self { request_type, id: header.id.get(), service_ns: header.service_ns.get(), key, value })
     }
 
     /// Replaces the contents of `buffer` by the request's datagram. Panics when the key is longer than
-    /// [`KEY_BYTES_MAX`] or the value longer than 65,535 bytes.
+    /// [`MAX_KEY_BYTES`] or the value longer than 65,535 bytes.
     pub fn write(&self, buffer: &mut Vec<u8>) {
         let header = RequestHeader {
-            request_type: self.request_type.byte(),
+            request_type: self.request_type.as_byte(),
             key_length: self.key.len().try_into().expect("a key of at most 255 bytes"),
             value_length: u16::try_from(self.value.len()).expect("a value of at most 65535 bytes").into(),
             id: self.id.into(),
@@ -171,57 +171,57 @@ pub struct ResponseWriter {
 
 impl ResponseWriter {
     /// Begins a response of one datagram without pairs, and discards the previous response.
-    pub fn begin(&mut self, request: &Request<'_>, status: Status, worker: u16) {
+    pub fn begin(&mut self, request: &Request<'_>, status: ResponseStatus, worker: u16) {
         self.used_datagrams = 0;
         self.add_datagram(ResponseHeader {
-            request_type: request.request_type.byte(),
+            request_type: request.request_type.as_byte(),
             status: status as u8,
-            worker: worker.into(),
+            worker_index: worker.into(),
             id: request.id.into(),
             part: 0,
-            parts: 1,
-            pairs: 0.into(),
+            part_count: 1,
+            pair_count: 0.into(),
         });
     }
 
     /// Adds a key-value pair, in another datagram if necessary. Returns `false` if no datagram can hold it, or after
     /// 255 datagrams.
     pub fn push(&mut self, key: &[u8], value: &[u8]) -> bool {
-        let length = size_of::<PairHeader>() + key.len() + value.len();
+        let pair_bytes = size_of::<PairHeader>() + key.len() + value.len();
         let (Ok(key_length), Ok(value_length)) = (u8::try_from(key.len()), u16::try_from(value.len())) else {
             return false;
         };
-        if size_of::<ResponseHeader>() + length > DATAGRAM_BYTES_MAX {
+        if size_of::<ResponseHeader>() + pair_bytes > MAX_DATAGRAM_BYTES {
             return false;
         }
-        if self.datagrams[self.used_datagrams - 1].len() + length > DATAGRAM_BYTES_MAX {
+        if self.datagrams[self.used_datagrams - 1].len() + pair_bytes > MAX_DATAGRAM_BYTES {
             let Ok(part) = u8::try_from(self.used_datagrams) else { return false };
-            let header = *self.header(self.used_datagrams - 1);
-            self.add_datagram(ResponseHeader { part, pairs: 0.into(), ..header });
+            let header = *self.header_of_datagram(self.used_datagrams - 1);
+            self.add_datagram(ResponseHeader { part, pair_count: 0.into(), ..header });
         }
-        self.header(self.used_datagrams - 1).pairs += 1;
-        let pair = PairHeader { key_length, reserved: 0, value_length: value_length.into() };
+        self.header_of_datagram(self.used_datagrams - 1).pair_count += 1;
+        let pair_header = PairHeader { key_length, reserved: 0, value_length: value_length.into() };
         let datagram = &mut self.datagrams[self.used_datagrams - 1];
-        datagram.extend_from_slice(pair.as_bytes());
+        datagram.extend_from_slice(pair_header.as_bytes());
         datagram.extend_from_slice(key);
         datagram.extend_from_slice(value);
         true
     }
 
     /// Completes the headers, and returns the datagrams of the response in order.
-    pub fn finish(&mut self) -> impl Iterator<Item = &[u8]> {
-        let parts = self.used_datagrams as u8;
-        (0..self.used_datagrams).for_each(|index| self.header(index).parts = parts);
+    pub fn finish_response(&mut self) -> impl Iterator<Item = &[u8]> {
+        let part_count = self.used_datagrams as u8;
+        (0..self.used_datagrams).for_each(|index| self.header_of_datagram(index).part_count = part_count);
         self.datagrams[..self.used_datagrams].iter().map(Vec::as_slice)
     }
 
-    fn header(&mut self, index: usize) -> &mut ResponseHeader {
+    fn header_of_datagram(&mut self, index: usize) -> &mut ResponseHeader {
         ResponseHeader::mut_from_prefix(&mut self.datagrams[index]).expect("begins with a header").0
     }
 
     fn add_datagram(&mut self, header: ResponseHeader) {
         if self.used_datagrams == self.datagrams.len() {
-            self.datagrams.push(Vec::with_capacity(DATAGRAM_BYTES_MAX));
+            self.datagrams.push(Vec::with_capacity(MAX_DATAGRAM_BYTES));
         }
         let datagram = &mut self.datagrams[self.used_datagrams];
         datagram.clear();
@@ -230,20 +230,20 @@ impl ResponseWriter {
     }
 }
 
-pub type Pair<'a> = (&'a [u8], &'a [u8]);
+pub type KeyValuePair<'a> = (&'a [u8], &'a [u8]);
 
 /// Returns the header and the key-value pairs of a response datagram; `None` for other datagrams.
-pub fn parse_response(datagram: &[u8]) -> Option<(ResponseHeader, Vec<Pair<'_>>)> {
+pub fn parse_response(datagram: &[u8]) -> Option<(ResponseHeader, Vec<KeyValuePair<'_>>)> {
     let (header, mut rest) = ResponseHeader::read_from_prefix(datagram).ok()?;
-    let mut pairs = Vec::with_capacity(header.pairs.get().into());
-    for _ in 0..header.pairs.get() {
+    let mut pairs = Vec::with_capacity(header.pair_count.get().into());
+    for _ in 0..header.pair_count.get() {
         let (pair, after) = PairHeader::read_from_prefix(rest).ok()?;
         let (key, after) = after.split_at_checked(pair.key_length.into())?;
         let (value, after) = after.split_at_checked(pair.value_length.get().into())?;
         pairs.push((key, value));
         rest = after;
     }
-    (header.part < header.parts && rest.is_empty()).then_some((header, pairs))
+    (header.part < header.part_count && rest.is_empty()).then_some((header, pairs))
 }
 
 #[cfg(test)]
@@ -253,7 +253,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn layout_matches_the_documentation() {
+    fn request_and_response_have_the_documented_layout() {
         let mut datagram = Vec::new();
         let request = Request {
             request_type: RequestType::PUT,
@@ -266,55 +266,59 @@ mod tests {
         assert_eq!(datagram, b"\x02\x03\x05\x00\x04\x03\x02\x01\xe8\x03\x00\x00keyvalue");
         assert_eq!(Request::parse(&datagram), Ok(request));
         let mut response = ResponseWriter::default();
-        response.begin(&request, Status::Full, 0x0506);
+        response.begin(&request, ResponseStatus::StoreFull, 0x0506);
         assert!(response.push(b"k", b"vw"));
-        let datagrams: Vec<&[u8]> = response.finish().collect();
+        let datagrams: Vec<&[u8]> = response.finish_response().collect();
         assert_eq!(datagrams, [b"\x02\x02\x06\x05\x04\x03\x02\x01\x00\x01\x01\x00\x01\x00\x02\x00kvw"]);
     }
 
     #[test]
-    fn invalid_request_is_rejected() {
-        let parse = |bytes: &[u8]| Request::parse(bytes).unwrap_err().to_string();
-        assert_eq!(parse(b"\x01"), "1 bytes: expected at least 12");
-        assert!(parse(b"\x00\x00\x00\x00\x04\x03\x02\x01\xe8\x03\x00\x00").contains("request type 0"));
-        assert!(parse(b"\x01\x02\x00\x00\x04\x03\x02\x01\xe8\x03\x00\x00k").contains("13 bytes: expected 14"));
-        assert!(parse(b"\x01\x00\x00\x00\x04\x03\x02\x01\xe8\x03\x00\x00").contains("a GET without a key"));
+    fn invalid_request_is_rejected_with_its_reason() {
+        let parse_error = |bytes: &[u8]| Request::parse(bytes).unwrap_err().to_string();
+        assert_eq!(parse_error(b"\x01"), "1 bytes: expected at least 12");
+        assert!(parse_error(b"\x00\x00\x00\x00\x04\x03\x02\x01\xe8\x03\x00\x00").contains("request type 0"));
+        assert!(parse_error(b"\x01\x02\x00\x00\x04\x03\x02\x01\xe8\x03\x00\x00k").contains("13 bytes: expected 14"));
+        assert!(parse_error(b"\x01\x00\x00\x00\x04\x03\x02\x01\xe8\x03\x00\x00").contains("a GET without a key"));
         let mut datagram = Vec::new();
-        let value = [0; VALUE_BYTES_MAX + 1];
-        let put = |value| Request { request_type: RequestType::PUT, id: 1, service_ns: 0, key: b"k", value };
-        put(&value[1..]).write(&mut datagram);
+        let value = [0; MAX_VALUE_BYTES + 1];
+        let put_request = |value| Request { request_type: RequestType::PUT, id: 1, service_ns: 0, key: b"k", value };
+        put_request(&value[1..]).write(&mut datagram);
         assert!(Request::parse(&datagram).is_ok());
-        put(&value).write(&mut datagram);
-        assert!(parse(&datagram).contains("a value of 1202 bytes: expected at most 1201"), "{}", parse(&datagram));
+        put_request(&value).write(&mut datagram);
+        assert!(
+            parse_error(&datagram).contains("a value of 1202 bytes: expected at most 1201"),
+            "{}",
+            parse_error(&datagram)
+        );
     }
 
     proptest! {
         #[test]
-        fn any_bytes_are_read_without_panic(bytes in prop::collection::vec(any::<u8>(), 0..100)) {
+        fn arbitrary_bytes_are_parsed_without_panic(bytes in prop::collection::vec(any::<u8>(), 0..100)) {
             let _ = Request::parse(&bytes);
             let _ = parse_response(&bytes);
         }
 
         #[test]
-        fn pairs_are_complete_and_in_order(
-            pairs in prop::collection::vec((prop::collection::vec(any::<u8>(), 1..=KEY_BYTES_MAX),
-                                            prop::collection::vec(any::<u8>(), 0..=VALUE_BYTES_MAX)), 0..127)
+        fn response_contains_all_pairs_in_order(
+            pairs in prop::collection::vec((prop::collection::vec(any::<u8>(), 1..=MAX_KEY_BYTES),
+                                            prop::collection::vec(any::<u8>(), 0..=MAX_VALUE_BYTES)), 0..127)
         ) {
             let request = Request { request_type: RequestType::GET, id: 7, service_ns: 0, key: b"k", value: b"" };
             let mut response = ResponseWriter::default();
             // Two responses, because buffers are reused.
             for _ in 0..2 {
-                response.begin(&request, Status::Done, 3);
+                response.begin(&request, ResponseStatus::Done, 3);
                 prop_assert!(pairs.iter().all(|(key, value)| response.push(key, value)));
-                let datagrams: Vec<&[u8]> = response.finish().collect();
-                let mut read = Vec::new();
+                let datagrams: Vec<&[u8]> = response.finish_response().collect();
+                let mut read_pairs = Vec::new();
                 for (index, datagram) in datagrams.iter().enumerate() {
-                    prop_assert!(datagram.len() <= DATAGRAM_BYTES_MAX);
-                    let (header, some) = parse_response(datagram).unwrap();
-                    prop_assert_eq!((header.part, header.parts), (index as u8, datagrams.len() as u8));
-                    read.extend(some.into_iter().map(|(key, value)| (key.to_vec(), value.to_vec())));
+                    prop_assert!(datagram.len() <= MAX_DATAGRAM_BYTES);
+                    let (header, datagram_pairs) = parse_response(datagram).unwrap();
+                    prop_assert_eq!((header.part, header.part_count), (index as u8, datagrams.len() as u8));
+                    read_pairs.extend(datagram_pairs.into_iter().map(|(key, value)| (key.to_vec(), value.to_vec())));
                 }
-                prop_assert_eq!(&read, &pairs);
+                prop_assert_eq!(&read_pairs, &pairs);
             }
         }
     }

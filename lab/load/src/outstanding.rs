@@ -11,15 +11,15 @@ pub struct SentRequest {
 }
 
 #[derive(Debug)]
-struct Entry {
-    sent: SentRequest,
+struct OutstandingEntry {
+    request: SentRequest,
     /// Bitmap of the parts of the response that have been received.
     received_parts: u128,
     is_answered: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum AnswerMatch {
+pub enum AnswerOutcome {
     /// The answer completes the response to this request.
     Complete(SentRequest),
     /// The answer is a part of a response that is not complete yet.
@@ -34,61 +34,65 @@ pub enum AnswerMatch {
 
 /// Requests that were sent and have not timed out, by their ids, which count up from 0 and wrap.
 #[derive(Debug, Default)]
-pub struct Outstanding {
+pub struct OutstandingRequests {
     /// Requests in the order of their ids, in which they were sent.
-    entries: VecDeque<Entry>,
-    first_id: u32,
+    entries: VecDeque<OutstandingEntry>,
+    first_entry_id: u32,
     /// Number of requests that were ever added.
     sent_count: u64,
     unanswered_count: usize,
 }
 
-const PARTS_MAX: u8 = 128;
+const MAX_PARTS: u8 = 128;
 
-impl Outstanding {
+impl OutstandingRequests {
     /// Adds a request, and returns the id under which it must be sent.
-    pub fn add(&mut self, sent: SentRequest) -> u32 {
-        let id = self.first_id.wrapping_add(self.entries.len() as u32);
-        self.entries.push_back(Entry { sent, received_parts: 0, is_answered: false });
+    pub fn add_request(&mut self, sent: SentRequest) -> u32 {
+        let id = self.first_entry_id.wrapping_add(self.entries.len() as u32);
+        self.entries.push_back(OutstandingEntry { request: sent, received_parts: 0, is_answered: false });
         self.sent_count += 1;
         self.unanswered_count += 1;
         id
     }
 
     /// Records that part `part` (from 0) of the `parts` parts of the response to request `id` has arrived.
-    pub fn match_answer(&mut self, id: u32, part: u8, parts: u8) -> AnswerMatch {
-        let index = id.wrapping_sub(self.first_id) as usize;
+    pub fn record_part(&mut self, id: u32, part: u8, parts: u8) -> AnswerOutcome {
+        let index = id.wrapping_sub(self.first_entry_id) as usize;
         let Some(entry) = self.entries.get_mut(index) else {
-            let back = u64::from(self.first_id.wrapping_sub(id));
-            let settled = self.sent_count - self.entries.len() as u64;
-            return if back > 0 && back <= settled { AnswerMatch::Late } else { AnswerMatch::Unknown };
+            let ids_before_first = u64::from(self.first_entry_id.wrapping_sub(id));
+            let removed_count = self.sent_count - self.entries.len() as u64;
+            return if ids_before_first > 0 && ids_before_first <= removed_count {
+                AnswerOutcome::Late
+            } else {
+                AnswerOutcome::Unknown
+            };
         };
-        if part >= parts || parts > PARTS_MAX {
-            return AnswerMatch::Unknown;
+        if part >= parts || parts > MAX_PARTS {
+            return AnswerOutcome::Unknown;
         }
-        let bit = 1 << part;
-        if entry.is_answered || entry.received_parts & bit != 0 {
-            return AnswerMatch::Duplicate;
+        let part_bit = 1 << part;
+        if entry.is_answered || entry.received_parts & part_bit != 0 {
+            return AnswerOutcome::Duplicate;
         }
-        entry.received_parts |= bit;
+        entry.received_parts |= part_bit;
         if entry.received_parts.count_ones() < parts.into() {
-            return AnswerMatch::Partial;
+            return AnswerOutcome::Partial;
         }
         entry.is_answered = true;
         self.unanswered_count -= 1;
-        AnswerMatch::Complete(entry.sent)
+        AnswerOutcome::Complete(entry.request)
     }
 
-    /// Removes all requests that were due before `moment_ns`, and passes each unanswered one to `each`. Requests must
-    /// have been added in the order of their due times.
-    pub fn expire(&mut self, moment_ns: u64, mut each: impl FnMut(SentRequest)) {
-        while let Some(entry) = self.entries.front().filter(|entry| entry.sent.due_ns < moment_ns) {
+    /// Removes all requests that were due before `due_before_ns`, and passes each unanswered one to `on_lost`. Requests
+    /// must have been added in the order of their due times.
+    pub fn expire(&mut self, due_before_ns: u64, mut on_lost: impl FnMut(SentRequest)) {
+        while let Some(entry) = self.entries.front().filter(|entry| entry.request.due_ns < due_before_ns) {
             if !entry.is_answered {
                 self.unanswered_count -= 1;
-                each(entry.sent);
+                on_lost(entry.request);
             }
             self.entries.pop_front();
-            self.first_id = self.first_id.wrapping_add(1);
+            self.first_entry_id = self.first_entry_id.wrapping_add(1);
         }
     }
 
@@ -102,41 +106,41 @@ impl Outstanding {
 mod tests {
     use super::*;
 
-    fn sent(due_ns: u64) -> SentRequest {
+    fn sent_request(due_ns: u64) -> SentRequest {
         SentRequest { due_ns, class: 0 }
     }
 
     #[test]
-    fn every_answer_is_distinguished() {
-        let mut outstanding = Outstanding::default();
-        let ids: Vec<u32> = (0..4).map(|due| outstanding.add(sent(due))).collect();
-        assert_eq!(outstanding.match_answer(ids[1], 0, 1), AnswerMatch::Complete(sent(1)));
-        assert_eq!(outstanding.match_answer(ids[1], 0, 1), AnswerMatch::Duplicate);
-        assert_eq!(outstanding.match_answer(ids[2], 1, 2), AnswerMatch::Partial);
-        assert_eq!(outstanding.match_answer(ids[2], 1, 2), AnswerMatch::Duplicate);
-        assert_eq!(outstanding.match_answer(ids[2], 2, 2), AnswerMatch::Unknown);
-        assert_eq!(outstanding.match_answer(4, 0, 1), AnswerMatch::Unknown);
-        assert_eq!(outstanding.match_answer(u32::MAX, 0, 1), AnswerMatch::Unknown);
-        let mut lost = Vec::new();
-        outstanding.expire(2, |sent| lost.push(sent.due_ns));
-        assert_eq!((lost, outstanding.unanswered_count()), (vec![0], 2));
-        assert_eq!(outstanding.match_answer(ids[0], 0, 1), AnswerMatch::Late);
-        assert_eq!(outstanding.match_answer(ids[2], 0, 2), AnswerMatch::Complete(sent(2)));
-        let mut lost = Vec::new();
-        outstanding.expire(u64::MAX, |sent| lost.push(sent.due_ns));
-        assert_eq!((lost, outstanding.unanswered_count()), (vec![3], 0));
-        assert_eq!(outstanding.match_answer(ids[3], 0, 1), AnswerMatch::Late);
+    fn complete_partial_duplicate_late_and_unknown_answers_are_distinguished() {
+        let mut outstanding = OutstandingRequests::default();
+        let request_ids: Vec<u32> = (0..4).map(|due| outstanding.add_request(sent_request(due))).collect();
+        assert_eq!(outstanding.record_part(request_ids[1], 0, 1), AnswerOutcome::Complete(sent_request(1)));
+        assert_eq!(outstanding.record_part(request_ids[1], 0, 1), AnswerOutcome::Duplicate);
+        assert_eq!(outstanding.record_part(request_ids[2], 1, 2), AnswerOutcome::Partial);
+        assert_eq!(outstanding.record_part(request_ids[2], 1, 2), AnswerOutcome::Duplicate);
+        assert_eq!(outstanding.record_part(request_ids[2], 2, 2), AnswerOutcome::Unknown);
+        assert_eq!(outstanding.record_part(4, 0, 1), AnswerOutcome::Unknown);
+        assert_eq!(outstanding.record_part(u32::MAX, 0, 1), AnswerOutcome::Unknown);
+        let mut lost_due_times = Vec::new();
+        outstanding.expire(2, |sent| lost_due_times.push(sent.due_ns));
+        assert_eq!((lost_due_times, outstanding.unanswered_count()), (vec![0], 2));
+        assert_eq!(outstanding.record_part(request_ids[0], 0, 1), AnswerOutcome::Late);
+        assert_eq!(outstanding.record_part(request_ids[2], 0, 2), AnswerOutcome::Complete(sent_request(2)));
+        let mut lost_due_times = Vec::new();
+        outstanding.expire(u64::MAX, |sent| lost_due_times.push(sent.due_ns));
+        assert_eq!((lost_due_times, outstanding.unanswered_count()), (vec![3], 0));
+        assert_eq!(outstanding.record_part(request_ids[3], 0, 1), AnswerOutcome::Late);
     }
 
     #[test]
-    fn request_ids_wrap_around() {
-        let mut outstanding = Outstanding { first_id: u32::MAX - 1, ..Outstanding::default() };
-        let ids: Vec<u32> = (0..4).map(|due| outstanding.add(sent(due))).collect();
-        assert_eq!(ids, [u32::MAX - 1, u32::MAX, 0, 1]);
-        assert_eq!(outstanding.match_answer(0, 0, 1), AnswerMatch::Complete(sent(2)));
+    fn answers_are_matched_after_request_ids_wrapped_around() {
+        let mut outstanding = OutstandingRequests { first_entry_id: u32::MAX - 1, ..OutstandingRequests::default() };
+        let request_ids: Vec<u32> = (0..4).map(|due| outstanding.add_request(sent_request(due))).collect();
+        assert_eq!(request_ids, [u32::MAX - 1, u32::MAX, 0, 1]);
+        assert_eq!(outstanding.record_part(0, 0, 1), AnswerOutcome::Complete(sent_request(2)));
         outstanding.expire(u64::MAX, |_| {});
-        assert_eq!(outstanding.match_answer(u32::MAX, 0, 1), AnswerMatch::Late);
-        assert_eq!(outstanding.match_answer(1, 0, 1), AnswerMatch::Late);
-        assert_eq!(outstanding.match_answer(2, 0, 1), AnswerMatch::Unknown);
+        assert_eq!(outstanding.record_part(u32::MAX, 0, 1), AnswerOutcome::Late);
+        assert_eq!(outstanding.record_part(1, 0, 1), AnswerOutcome::Late);
+        assert_eq!(outstanding.record_part(2, 0, 1), AnswerOutcome::Unknown);
     }
 }

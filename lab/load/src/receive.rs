@@ -14,7 +14,7 @@ use crate::event_loop::now_ns;
 
 /// Length, arrival time and sender of what one call has received.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ReceiveOutcome {
+pub struct ReceivedBytes {
     /// Number of bytes written to the buffer; 0 at the end of a stream.
     pub length: usize,
     /// Time when the kernel received the bytes (CLOCK_MONOTONIC, ns). On a stream, that of the last segment.
@@ -25,19 +25,19 @@ pub struct ReceiveOutcome {
     pub is_truncated: bool,
 }
 
-/// Receives from sockets whose arrival times [`Receiver::enable_timestamps`] has enabled.
+/// Receives from sockets whose arrival times [`TimestampedReceiver::enable_timestamps`] has enabled.
 #[derive(Debug)]
-pub struct Receiver {
-    control: Vec<u8>,
+pub struct TimestampedReceiver {
+    control_buffer: Vec<u8>,
 }
 
-impl Default for Receiver {
+impl Default for TimestampedReceiver {
     fn default() -> Self {
-        Self { control: nix::cmsg_space!(TimeSpec) }
+        Self { control_buffer: nix::cmsg_space!(TimeSpec) }
     }
 }
 
-impl Receiver {
+impl TimestampedReceiver {
     /// Makes the kernel report arrival times for the socket (SO_TIMESTAMPNS).
     pub fn enable_timestamps(socket: &impl AsFd) -> io::Result<()> {
         Ok(setsockopt(socket, ReceiveTimestampns, &true)?)
@@ -45,36 +45,37 @@ impl Receiver {
 
     /// Receives a datagram, or the available part of a stream. Blocks if the socket does. Fails like recvmsg(2):
     /// WouldBlock when nothing is available, ConnectionRefused without a listener.
-    pub fn receive(&mut self, socket: &impl AsFd, buffer: &mut [u8]) -> io::Result<ReceiveOutcome> {
+    pub fn receive(&mut self, socket: &impl AsFd, buffer: &mut [u8]) -> io::Result<ReceivedBytes> {
         let mut slices = [IoSliceMut::new(buffer)];
-        let socket = socket.as_fd().as_raw_fd();
-        let message = recvmsg::<SockaddrStorage>(socket, &mut slices, Some(&mut self.control), MsgFlags::empty())?;
-        let mut arrived = None;
+        let descriptor = socket.as_fd().as_raw_fd();
+        let message =
+            recvmsg::<SockaddrStorage>(descriptor, &mut slices, Some(&mut self.control_buffer), MsgFlags::empty())?;
+        let mut arrival_time = None;
         for control in message.cmsgs()? {
-            if let ControlMessageOwned::ScmTimestampns(at) = control {
-                arrived = Some(at);
+            if let ControlMessageOwned::ScmTimestampns(kernel_time) = control {
+                arrival_time = Some(kernel_time);
             }
         }
-        Ok(ReceiveOutcome {
+        Ok(ReceivedBytes {
             length: message.bytes,
-            arrived_ns: arrived.map_or_else(now_ns, realtime_to_monotonic_ns),
-            sender: message.address.as_ref().and_then(socket_address),
+            arrived_ns: arrival_time.map_or_else(now_ns, realtime_to_monotonic_ns),
+            sender: message.address.as_ref().and_then(to_socket_address),
             is_truncated: message.flags.contains(MsgFlags::MSG_TRUNC),
         })
     }
 }
 
-fn socket_address(address: &SockaddrStorage) -> Option<SocketAddr> {
+fn to_socket_address(address: &SockaddrStorage) -> Option<SocketAddr> {
     let ipv4 = address.as_sockaddr_in().map(|address| SocketAddrV4::from(*address).into());
     ipv4.or_else(|| address.as_sockaddr_in6().map(|address| SocketAddrV6::from(*address).into()))
 }
 
 /// Converts a past time of CLOCK_REALTIME, as in the kernel's time stamps, to CLOCK_MONOTONIC. The packet's age is
 /// computed immediately, so a step of the clock (NTP) only affects packets in transit at that time.
-fn realtime_to_monotonic_ns(at: TimeSpec) -> u64 {
-    let nanoseconds = |time: TimeSpec| Duration::from(time).as_nanos() as u64;
-    let real_now = clock_gettime(ClockId::CLOCK_REALTIME).expect("every kernel has this clock");
-    now_ns().saturating_sub(nanoseconds(real_now).saturating_sub(nanoseconds(at)))
+fn realtime_to_monotonic_ns(realtime: TimeSpec) -> u64 {
+    let to_ns = |time: TimeSpec| Duration::from(time).as_nanos() as u64;
+    let realtime_now = clock_gettime(ClockId::CLOCK_REALTIME).expect("every kernel has this clock");
+    now_ns().saturating_sub(to_ns(realtime_now).saturating_sub(to_ns(realtime)))
 }
 
 #[cfg(test)]
@@ -84,25 +85,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn latency_uses_kernel_rx_timestamp() {
+    fn arrival_time_is_the_kernel_timestamp_and_not_the_time_of_reading() {
         let (receiver, sender) = (UdpSocket::bind("127.0.0.1:0").unwrap(), UdpSocket::bind("127.0.0.1:0").unwrap());
         receiver.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
-        Receiver::enable_timestamps(&receiver).unwrap();
+        TimestampedReceiver::enable_timestamps(&receiver).unwrap();
         // The kernel begins to stamp some time after the first socket requests it (net_enable_timestamp defers to a
         // work queue); packets without a stamp get the time of reading. A pause of the machine between two clock reads
         // also shifts the time.
-        let in_time = (0..20).any(|_| arrived_when_it_was_sent(&receiver, &sender));
-        assert!(in_time, "20 of 20 have the time of reading");
+        let has_kernel_timestamp = (0..20).any(|_| is_arrival_time_near_send_time(&receiver, &sender));
+        assert!(has_kernel_timestamp, "20 of 20 have the time of reading");
     }
 
     /// Sends a datagram and reads it late. Returns whether its arrival time is near its send time.
-    fn arrived_when_it_was_sent(receiver: &UdpSocket, sender: &UdpSocket) -> bool {
+    fn is_arrival_time_near_send_time(receiver: &UdpSocket, sender: &UdpSocket) -> bool {
         let before_ns = now_ns();
         sender.send_to(b"sent", receiver.local_addr().unwrap()).unwrap();
         let after_ns = now_ns();
         std::thread::sleep(Duration::from_millis(300));
         let mut buffer = [0; 3];
-        let received = Receiver::default().receive(receiver, &mut buffer).unwrap();
+        let received = TimestampedReceiver::default().receive(receiver, &mut buffer).unwrap();
         assert_eq!((received.length, received.is_truncated), (3, true));
         assert_eq!(received.sender, Some(sender.local_addr().unwrap()));
         // Allows for a pause between the reads of the two clocks.

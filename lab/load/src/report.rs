@@ -25,9 +25,15 @@ pub struct Latency {
 
 impl From<&Histogram<u64>> for Latency {
     fn from(histogram: &Histogram<u64>) -> Self {
-        let us = |nanoseconds: u64| (!histogram.is_empty()).then_some(nanoseconds as f64 / 1e3);
-        let at = |quantile| us(histogram.value_at_quantile(quantile));
-        Self { p50: at(0.5), p90: at(0.9), p99: at(0.99), p999: at(0.999), max: us(histogram.max()) }
+        let to_us = |nanoseconds: u64| (!histogram.is_empty()).then_some(nanoseconds as f64 / 1e3);
+        let quantile_us = |quantile| to_us(histogram.value_at_quantile(quantile));
+        Self {
+            p50: quantile_us(0.5),
+            p90: quantile_us(0.9),
+            p99: quantile_us(0.99),
+            p999: quantile_us(0.999),
+            max: to_us(histogram.max()),
+        }
     }
 }
 
@@ -91,37 +97,38 @@ pub struct Report {
 impl Report {
     /// Creates the report of `results`, whose classes are those of the load, then that of the measuring stream, if any.
     pub fn new(results: &Results, load: &[RequestType], measure: Option<RequestType>) -> Self {
-        let class = |(of_class, class): (&ClassResults, &RequestType)| ClassReport {
+        let class_report = |(of_class, class): (&ClassResults, &RequestType)| ClassReport {
             class: *class,
-            requests: of_class.requests,
-            completed: of_class.completed,
-            lost: of_class.lost,
-            arrived: of_class.arrived,
+            requests: of_class.request_count,
+            completed: of_class.completed_count,
+            lost: of_class.lost_count,
+            arrived: of_class.arrived_count,
             latency_us: Latency::from(&of_class.latency_ns),
         };
-        let (of_load, of_measure) = results.classes.split_at(load.len());
+        let (load_results, measured_results) = results.classes.split_at(load.len());
         let seconds = (results.measured_window_ns.end - results.measured_window_ns.start) as f64 / 1e9;
-        let sum = |of: fn(&ClassResults) -> u64| of_load.iter().map(of).sum::<u64>();
-        let mut latency = results.lateness_ns.clone();
-        latency.reset();
-        of_load.iter().for_each(|of_class| latency.add(&of_class.latency_ns).expect("made alike"));
-        let worker = |(worker, completed): (&Worker, &u64)| WorkerReport { worker: *worker, completed: *completed };
+        let sum_of_load = |of: fn(&ClassResults) -> u64| load_results.iter().map(of).sum::<u64>();
+        let mut load_latency_ns = results.lateness_ns.clone();
+        load_latency_ns.reset();
+        load_results.iter().for_each(|of_class| load_latency_ns.add(&of_class.latency_ns).expect("made alike"));
+        let worker_report =
+            |(worker, completed): (&Worker, &u64)| WorkerReport { worker: *worker, completed: *completed };
         Self {
-            offered_rps: sum(|class| class.requests) as f64 / seconds,
-            completed_rps: sum(|class| class.arrived) as f64 / seconds,
-            lost: sum(|class| class.lost),
-            latency_us: Latency::from(&latency),
+            offered_rps: sum_of_load(|class| class.request_count) as f64 / seconds,
+            completed_rps: sum_of_load(|class| class.arrived_count) as f64 / seconds,
+            lost: sum_of_load(|class| class.lost_count),
+            latency_us: Latency::from(&load_latency_ns),
             seconds,
-            requests: sum(|class| class.requests),
-            completed: sum(|class| class.completed),
-            classes: of_load.iter().zip(load).map(class).collect(),
-            measure: of_measure.iter().zip(&measure).map(class).next(),
+            requests: sum_of_load(|class| class.request_count),
+            completed: sum_of_load(|class| class.completed_count),
+            classes: load_results.iter().zip(load).map(class_report).collect(),
+            measure: measured_results.iter().zip(&measure).map(class_report).next(),
             lateness_us: Latency::from(&results.lateness_ns),
-            workers: results.answers_by_worker.iter().map(worker).collect(),
-            duplicates: results.duplicates,
+            workers: results.answers_by_worker.iter().map(worker_report).collect(),
+            duplicates: results.duplicate_responses,
             late: results.late_responses,
             unknown: results.unknown_responses,
-            errors: results.errors,
+            errors: results.transport_errors,
         }
     }
 }
@@ -132,21 +139,24 @@ impl Printable for Report {
     }
 
     fn rows(&self) -> Vec<Vec<String>> {
-        let of_class = |name: String, class: &ClassReport| {
-            row(name, [class.requests, class.completed, class.lost], class.latency_us)
+        let class_row = |name: String, class: &ClassReport| {
+            format_row(name, [class.requests, class.completed, class.lost], class.latency_us)
         };
-        let mut rows: Vec<_> = self.classes.iter().map(|class| of_class(class.class.to_string(), class)).collect();
+        let mut rows: Vec<_> = self.classes.iter().map(|class| class_row(class.class.to_string(), class)).collect();
         if self.classes.len() > 1 {
-            rows.push(row("all".to_owned(), [self.requests, self.completed, self.lost], self.latency_us));
+            rows.push(format_row("all".to_owned(), [self.requests, self.completed, self.lost], self.latency_us));
         }
-        rows.extend(self.measure.iter().map(|class| of_class(format!("{} (measuring)", class.class), class)));
+        rows.extend(self.measure.iter().map(|class| class_row(format!("{} (measuring)", class.class), class)));
         rows
     }
 
     fn remarks(&self) -> Vec<String> {
-        let (offered, completed, lateness) = (self.offered_rps, self.completed_rps, self.lateness_us);
+        let (offered_rps, completed, lateness) = (self.offered_rps, self.completed_rps, self.lateness_us);
         let mut remarks = vec![
-            format!("{offered:.0} requests a second were due, {completed:.0} were answered, for {} s.", self.seconds),
+            format!(
+                "{offered_rps:.0} requests a second were due, {completed:.0} were answered, for {} s.",
+                self.seconds
+            ),
             format!(
                 "Sent late by {} us (p99), {} us at worst.",
                 format_latency_us(lateness.p99),
@@ -154,11 +164,12 @@ impl Printable for Report {
             ),
         ];
         if !self.workers.is_empty() {
-            let of_worker = |of: &WorkerReport| format!("{}/{}: {}", of.worker.server, of.worker.worker, of.completed);
-            let workers: Vec<String> = self.workers.iter().map(of_worker).collect();
+            let worker_text =
+                |of: &WorkerReport| format!("{}/{}: {}", of.worker.server, of.worker.worker, of.completed);
+            let workers: Vec<String> = self.workers.iter().map(worker_text).collect();
             remarks.push(format!("Answered by server/worker: {}.", workers.join(", ")));
         }
-        let odd = [
+        let irregular_counts = [
             (self.duplicates, "duplicate responses"),
             (self.late, "responses after the time-out"),
             (self.unknown, "responses to no request"),
@@ -168,12 +179,14 @@ impl Printable for Report {
             (self.errors.malformed, "malformed responses"),
             (self.errors.broken_connections, "broken connections"),
         ];
-        remarks.extend(odd.iter().filter(|(count, _)| *count > 0).map(|(count, what)| format!("{count} {what}.")));
+        remarks.extend(
+            irregular_counts.iter().filter(|(count, _)| *count > 0).map(|(count, what)| format!("{count} {what}.")),
+        );
         remarks
     }
 }
 
-fn row(name: String, [requests, completed, lost]: [u64; 3], latency: Latency) -> Vec<String> {
+fn format_row(name: String, [requests, completed, lost]: [u64; 3], latency: Latency) -> Vec<String> {
     let counts = [requests, completed, lost].map(|count| count.to_string());
     let times = [latency.p50, latency.p90, latency.p99, latency.p999, latency.max].map(format_latency_us);
     std::iter::once(name).chain(counts).chain(times).collect()
@@ -189,14 +202,14 @@ mod tests {
     use crate::outstanding::SentRequest;
 
     #[test]
-    fn report_is_read_as_it_was_written() {
+    fn report_is_deserialized_from_json_without_loss() {
         let mut results = Results::new(2, 0..1_000_000_000, false).unwrap();
-        let sent = SentRequest { due_ns: 1_000, class: 0 };
-        results.record_sent(sent, 2_000);
-        results.record_answer(sent, 9_000, Some(Worker { server: 3, worker: 1 }));
-        results.errors.failed = 7;
+        let sent_request = SentRequest { due_ns: 1_000, class: 0 };
+        results.record_sent(sent_request, 2_000);
+        results.record_answer(sent_request, 9_000, Some(Worker { server: 3, worker: 1 }));
+        results.transport_errors.failed = 7;
         let report = Report::new(&results, &[RequestType::GET, RequestType::scan(18).unwrap()], None);
-        let written = serde_json::to_string(&report).unwrap();
-        assert_eq!(serde_json::from_str::<Report>(&written).unwrap(), report);
+        let report_json = serde_json::to_string(&report).unwrap();
+        assert_eq!(serde_json::from_str::<Report>(&report_json).unwrap(), report);
     }
 }

@@ -22,16 +22,16 @@ pub struct RequestType(u8);
 pub enum RequestTypeError {
     /// Byte that is not a request type.
     #[error("request type {0}: expected 1 (GET), 2 (PUT), 16 to 31 (WORK) or 129 to 255 (SCAN)")]
-    Byte(u8),
+    UnknownByte(u8),
     /// Name that is not that of a request type.
     #[error("request type {0:?}: expected GET, PUT, SCAN1 to SCAN127 or WORK0 to WORK15")]
-    Name(String),
+    UnknownName(String),
 }
 
-const WORK_BASE: u8 = 16;
+const FIRST_WORK_BYTE: u8 = 16;
 /// Maximum number of key-value pairs that a SCAN can request.
-pub const SCAN_PAIRS_MAX: u8 = 127;
-const SCAN_BASE: u8 = 128;
+pub const MAX_SCAN_PAIRS: u8 = 127;
+const SCAN_BYTE_OFFSET: u8 = 128;
 /// Number of classes of [`RequestType::work`].
 pub const WORK_CLASS_COUNT: u8 = 16;
 
@@ -41,27 +41,31 @@ impl RequestType {
     /// Request to store a value for a key.
     pub const PUT: Self = Self(2);
 
-    /// Returns the type of a SCAN of `pairs` keys and their values (1 to [`SCAN_PAIRS_MAX`]); `None` when out of range.
+    /// Returns the type of a SCAN of `pairs` keys and their values (1 to [`MAX_SCAN_PAIRS`]); `None` when out of range.
     pub const fn scan(pairs: u8) -> Option<Self> {
-        if pairs >= 1 && pairs <= SCAN_PAIRS_MAX { Some(Self(SCAN_BASE + pairs)) } else { None }
+        if pairs >= 1 && pairs <= MAX_SCAN_PAIRS { Some(Self(SCAN_BYTE_OFFSET + pairs)) } else { None }
     }
 
     /// Returns the type of requests that only take time, by class (below [`WORK_CLASS_COUNT`]); `None` if out of range.
     pub const fn work(class: u8) -> Option<Self> {
-        if class < WORK_CLASS_COUNT { Some(Self(WORK_BASE + class)) } else { None }
+        if class < WORK_CLASS_COUNT { Some(Self(FIRST_WORK_BYTE + class)) } else { None }
     }
 
     /// Returns the number of key-value pairs that a SCAN requests; `None` for other types.
     pub const fn scan_pairs(self) -> Option<u8> {
-        if self.0 > SCAN_BASE { Some(self.0 - SCAN_BASE) } else { None }
+        if self.0 > SCAN_BYTE_OFFSET { Some(self.0 - SCAN_BYTE_OFFSET) } else { None }
     }
 
     /// Returns the class of a WORK type; `None` for other types.
     pub const fn work_class(self) -> Option<u8> {
-        if self.0 >= WORK_BASE && self.0 < WORK_BASE + WORK_CLASS_COUNT { Some(self.0 - WORK_BASE) } else { None }
+        if self.0 >= FIRST_WORK_BYTE && self.0 < FIRST_WORK_BYTE + WORK_CLASS_COUNT {
+            Some(self.0 - FIRST_WORK_BYTE)
+        } else {
+            None
+        }
     }
 
-    pub const fn byte(self) -> u8 {
+    pub const fn as_byte(self) -> u8 {
         self.0
     }
 }
@@ -70,10 +74,12 @@ impl TryFrom<u8> for RequestType {
     type Error = RequestTypeError;
 
     fn try_from(byte: u8) -> Result<Self, RequestTypeError> {
-        let known = Self(byte);
-        let is_known =
-            known == Self::GET || known == Self::PUT || known.scan_pairs().is_some() || known.work_class().is_some();
-        if is_known { Ok(known) } else { Err(RequestTypeError::Byte(byte)) }
+        let request_type = Self(byte);
+        let is_known = request_type == Self::GET
+            || request_type == Self::PUT
+            || request_type.scan_pairs().is_some()
+            || request_type.work_class().is_some();
+        if is_known { Ok(request_type) } else { Err(RequestTypeError::UnknownByte(byte)) }
     }
 }
 
@@ -81,13 +87,13 @@ impl FromStr for RequestType {
     type Err = RequestTypeError;
 
     fn from_str(name: &str) -> Result<Self, RequestTypeError> {
-        let number = |prefix: &str| name.strip_prefix(prefix).and_then(|number| number.parse().ok());
-        let known = match name {
+        let number_after = |prefix: &str| name.strip_prefix(prefix).and_then(|number| number.parse().ok());
+        let request_type = match name {
             "GET" => Some(Self::GET),
             "PUT" => Some(Self::PUT),
-            _ => number("SCAN").and_then(Self::scan).or_else(|| number("WORK").and_then(Self::work)),
+            _ => number_after("SCAN").and_then(Self::scan).or_else(|| number_after("WORK").and_then(Self::work)),
         };
-        known.ok_or_else(|| RequestTypeError::Name(name.to_owned()))
+        request_type.ok_or_else(|| RequestTypeError::UnknownName(name.to_owned()))
     }
 }
 
@@ -114,47 +120,53 @@ impl<'de> Deserialize<'de> for RequestType {
     }
 }
 
-const fn scan(pairs: u8) -> RequestType {
+const fn scan_request(pairs: u8) -> RequestType {
     RequestType::scan(pairs).expect("1 to 127")
 }
 
 /// Average service time of each query type (ns), measured for Masstree by Turbo (Seyedroudbari et al., HPCA 2023,
 /// caption of Figure 7).
-pub const TURBO_SERVICE_NS: [(RequestType, u32); 5] =
-    [(RequestType::GET, 975), (RequestType::PUT, 1_350), (scan(18), 4_700), (scan(46), 9_180), (scan(105), 17_700)];
+pub const TURBO_SERVICE_NS: [(RequestType, u32); 5] = [
+    (RequestType::GET, 975),
+    (RequestType::PUT, 1_350),
+    (scan_request(18), 4_700),
+    (scan_request(46), 9_180),
+    (scan_request(105), 17_700),
+];
 
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ServiceTimesError {
     /// Part of the text that is not of the form `TYPE=TIME`.
     #[error("service time {0:?}: expected TYPE=MICROSECONDS, as in GET=200,SCAN46=2000")]
-    NotAPair(String),
+    MissingTime(String),
     /// Name of a request type that does not exist.
     #[error(transparent)]
     RequestType(#[from] RequestTypeError),
     /// Text that is not a service time in the valid range.
     #[error("service time of {request_type}: {given:?}: expected microseconds, from 0 to 4294967")]
-    Time { request_type: RequestType, given: String },
+    InvalidTime { request_type: RequestType, given: String },
     /// Multiplier outside the valid range.
     #[error("multiplier {0}: expected a number above 0, at most 100000")]
-    Multiplier(f64),
+    InvalidMultiplier(f64),
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct ServiceTimes(BTreeMap<RequestType, u32>);
+pub struct ServiceTimesByType(BTreeMap<RequestType, u32>);
 
-impl ServiceTimes {
+impl ServiceTimesByType {
     /// Returns [`TURBO_SERVICE_NS`] times `multiplier`, for machines on which the network takes longer than the paper's
     /// requests. Fails when the multiplier is not above 0, or more than 100,000.
-    pub fn turbo(multiplier: f64) -> Result<Self, ServiceTimesError> {
+    pub fn multiples_of_turbo(multiplier: f64) -> Result<Self, ServiceTimesError> {
         if !(multiplier > 0.0 && multiplier <= 100_000.0) {
-            return Err(ServiceTimesError::Multiplier(multiplier));
+            return Err(ServiceTimesError::InvalidMultiplier(multiplier));
         }
-        let times = TURBO_SERVICE_NS.map(|(request_type, ns)| (request_type, (f64::from(ns) * multiplier) as u32));
-        Ok(Self(times.into()))
+        let service_times_ns =
+            TURBO_SERVICE_NS.map(|(request_type, ns)| (request_type, (f64::from(ns) * multiplier) as u32));
+        Ok(Self(service_times_ns.into()))
     }
 
     /// Returns these service times, but those of `other` for the types that it contains.
-    pub fn overridden_by(mut self, other: &Self) -> Self {
+    pub fn with_overrides(mut self, other: &Self) -> Self {
         self.0.extend(&other.0);
         self
     }
@@ -175,24 +187,24 @@ impl ServiceTimes {
     }
 }
 
-impl FromStr for ServiceTimes {
+impl FromStr for ServiceTimesByType {
     type Err = ServiceTimesError;
 
     /// Parses service times in microseconds by request type, as in `GET=200,SCAN46=2000`.
     fn from_str(text: &str) -> Result<Self, ServiceTimesError> {
-        let mut times = BTreeMap::new();
+        let mut service_times_ns = BTreeMap::new();
         for pair in text.split(',') {
-            let (name, time) = pair.split_once('=').ok_or_else(|| ServiceTimesError::NotAPair(pair.to_owned()))?;
+            let (name, time) = pair.split_once('=').ok_or_else(|| ServiceTimesError::MissingTime(pair.to_owned()))?;
             let request_type: RequestType = name.parse()?;
-            let wrong = || ServiceTimesError::Time { request_type, given: time.to_owned() };
-            let microseconds: f64 = time.parse().map_err(|_| wrong())?;
+            let invalid_time = || ServiceTimesError::InvalidTime { request_type, given: time.to_owned() };
+            let microseconds: f64 = time.parse().map_err(|_| invalid_time())?;
             let nanoseconds = microseconds * 1e3;
             if !(0.0..=f64::from(u32::MAX)).contains(&nanoseconds) {
-                return Err(wrong());
+                return Err(invalid_time());
             }
-            times.insert(request_type, nanoseconds as u32);
+            service_times_ns.insert(request_type, nanoseconds as u32);
         }
-        Ok(Self(times))
+        Ok(Self(service_times_ns))
     }
 }
 
@@ -201,41 +213,44 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_byte_is_a_named_type_or_rejected() {
-        let mut known = 0;
+    fn every_byte_is_a_request_type_with_a_name_or_rejected() {
+        let mut known_count = 0;
         for byte in 0..=u8::MAX {
             if let Ok(request_type) = RequestType::try_from(byte) {
-                known += 1;
-                assert_eq!(request_type.byte(), byte);
+                known_count += 1;
+                assert_eq!(request_type.as_byte(), byte);
                 assert_eq!(request_type.to_string().parse(), Ok(request_type));
             }
         }
-        assert_eq!(known, 2 + usize::from(WORK_CLASS_COUNT) + usize::from(SCAN_PAIRS_MAX));
-        assert_eq!("SCAN46".parse::<RequestType>().unwrap().byte(), 174);
+        assert_eq!(known_count, 2 + usize::from(WORK_CLASS_COUNT) + usize::from(MAX_SCAN_PAIRS));
+        assert_eq!("SCAN46".parse::<RequestType>().unwrap().as_byte(), 174);
         for wrong in ["SCAN0", "SCAN128", "WORK16", "get", "", "SCAN"] {
-            assert_eq!(wrong.parse::<RequestType>(), Err(RequestTypeError::Name(wrong.to_owned())));
+            assert_eq!(wrong.parse::<RequestType>(), Err(RequestTypeError::UnknownName(wrong.to_owned())));
         }
     }
 
     #[test]
-    fn service_times_are_read_and_multiplied() {
-        let turbo = ServiceTimes::turbo(200.0).unwrap();
-        assert_eq!(turbo.get(RequestType::GET), Some(Duration::from_micros(195)));
-        assert_eq!(turbo.get(scan(105)), Some(Duration::from_micros(3540)));
-        assert_eq!(turbo.get(scan(106)), None);
-        let given: ServiceTimes = "GET=0.5,WORK3=20".parse().unwrap();
-        let both = turbo.overridden_by(&given);
-        assert_eq!([both.get_ns(RequestType::GET), both.get_ns(RequestType::PUT)], [Some(500), Some(270_000)]);
-        assert_eq!(both.get_ns(RequestType::work(3).unwrap()), Some(20_000));
+    fn service_times_are_parsed_multiplied_and_overridden() {
+        let turbo_times = ServiceTimesByType::multiples_of_turbo(200.0).unwrap();
+        assert_eq!(turbo_times.get(RequestType::GET), Some(Duration::from_micros(195)));
+        assert_eq!(turbo_times.get(scan_request(105)), Some(Duration::from_micros(3540)));
+        assert_eq!(turbo_times.get(scan_request(106)), None);
+        let overriding_times: ServiceTimesByType = "GET=0.5,WORK3=20".parse().unwrap();
+        let combined_times = turbo_times.with_overrides(&overriding_times);
+        assert_eq!(
+            [combined_times.get_ns(RequestType::GET), combined_times.get_ns(RequestType::PUT)],
+            [Some(500), Some(270_000)]
+        );
+        assert_eq!(combined_times.get_ns(RequestType::work(3).unwrap()), Some(20_000));
     }
 
     #[test]
-    fn invalid_request_types_are_rejected() {
-        let error = |text: &str| text.parse::<ServiceTimes>().unwrap_err().to_string();
-        assert!(error("GET").contains("\"GET\": expected TYPE=MICROSECONDS"));
-        assert!(error("GOT=1").contains("\"GOT\": expected GET, PUT"));
-        assert!(error("PUT=-1").contains("service time of PUT: \"-1\": expected microseconds"));
-        assert!(error("PUT=NaN").contains("NaN"));
-        assert!(ServiceTimes::turbo(f64::NAN).unwrap_err().to_string().contains("multiplier NaN"));
+    fn invalid_service_times_are_rejected_with_their_reason() {
+        let parse_error = |text: &str| text.parse::<ServiceTimesByType>().unwrap_err().to_string();
+        assert!(parse_error("GET").contains("\"GET\": expected TYPE=MICROSECONDS"));
+        assert!(parse_error("GOT=1").contains("\"GOT\": expected GET, PUT"));
+        assert!(parse_error("PUT=-1").contains("service time of PUT: \"-1\": expected microseconds"));
+        assert!(parse_error("PUT=NaN").contains("NaN"));
+        assert!(ServiceTimesByType::multiples_of_turbo(f64::NAN).unwrap_err().to_string().contains("multiplier NaN"));
     }
 }

@@ -8,19 +8,19 @@ use hdrhistogram::Histogram;
 use crate::outstanding::SentRequest;
 use crate::transport::{TransportErrorCounts, Worker};
 
-/// Results of one class. All but `latency_ns` and `arrived` count requests that were due in the measured time.
+/// Results of one class. All but `latency_ns` and `arrived_count` count requests that were due in the measured time.
 #[derive(Debug)]
 pub struct ClassResults {
     /// Number of requests that were due in the measured time.
-    pub requests: u64,
+    pub request_count: u64,
     /// Number of these requests that were answered before the time-out.
-    pub completed: u64,
+    pub completed_count: u64,
     /// Number of these requests that were not answered before the time-out.
-    pub lost: u64,
+    pub lost_count: u64,
     /// Times from the due times of the requests to their responses (ns).
     pub latency_ns: Histogram<u64>,
     /// Number of responses that arrived in the measured time, to requests that were due before or in it.
-    pub arrived: u64,
+    pub arrived_count: u64,
 }
 
 /// Results of a run, for all classes of requests.
@@ -34,42 +34,42 @@ pub struct Results {
     /// Number of measured requests that each worker answered.
     pub answers_by_worker: BTreeMap<Worker, u64>,
     /// Number of responses that repeat an earlier one.
-    pub duplicates: u64,
+    pub duplicate_responses: u64,
     /// Number of responses that arrived after the time-out.
     pub late_responses: u64,
     /// Number of responses with an id that no request had.
     pub unknown_responses: u64,
-    pub errors: TransportErrorCounts,
+    pub transport_errors: TransportErrorCounts,
     /// Time when the last request was answered or lost (ns since the start).
-    pub ended_ns: u64,
+    pub end_ns: u64,
     /// Latencies of each class in the current interval; empty unless they were requested.
-    intervals: Vec<Histogram<u64>>,
+    interval_latencies_ns: Vec<Histogram<u64>>,
 }
 
 /// Returns a histogram of times (1 ns to ten minutes, three significant digits). Longer times count as ten minutes.
-fn new_histogram() -> anyhow::Result<Histogram<u64>> {
+fn new_time_histogram() -> anyhow::Result<Histogram<u64>> {
     Ok(Histogram::new_with_max(600_000_000_000, 3)?)
 }
 
 impl Results {
     /// Creates empty results. `intervals`: also record latencies by interval. Fails when memory is short.
     pub fn new(classes: usize, measured_window_ns: Range<u64>, intervals: bool) -> anyhow::Result<Self> {
-        let class = |_| {
-            let latency_ns = new_histogram()?;
-            Ok(ClassResults { requests: 0, completed: 0, lost: 0, latency_ns, arrived: 0 })
+        let empty_class = |_| {
+            let latency_ns = new_time_histogram()?;
+            Ok(ClassResults { request_count: 0, completed_count: 0, lost_count: 0, latency_ns, arrived_count: 0 })
         };
         Ok(Self {
             measured_window_ns,
-            classes: (0..classes).map(class).collect::<anyhow::Result<_>>()?,
-            lateness_ns: new_histogram()?,
+            classes: (0..classes).map(empty_class).collect::<anyhow::Result<_>>()?,
+            lateness_ns: new_time_histogram()?,
             answers_by_worker: BTreeMap::new(),
-            duplicates: 0,
+            duplicate_responses: 0,
             late_responses: 0,
             unknown_responses: 0,
-            errors: TransportErrorCounts::default(),
-            ended_ns: 0,
-            intervals: (0..if intervals { classes } else { 0 })
-                .map(|_| new_histogram())
+            transport_errors: TransportErrorCounts::default(),
+            end_ns: 0,
+            interval_latencies_ns: (0..if intervals { classes } else { 0 })
+                .map(|_| new_time_histogram())
                 .collect::<anyhow::Result<_>>()?,
         })
     }
@@ -80,14 +80,14 @@ impl Results {
     }
 
     /// Returns the latencies of each class since they were last reset.
-    pub fn intervals(&mut self) -> impl Iterator<Item = &mut Histogram<u64>> {
-        self.intervals.iter_mut()
+    pub fn interval_latencies(&mut self) -> impl Iterator<Item = &mut Histogram<u64>> {
+        self.interval_latencies_ns.iter_mut()
     }
 
     /// Records that a request was sent at `now_ns`.
     pub(crate) fn record_sent(&mut self, sent: SentRequest, now_ns: u64) {
-        if let Some(class) = self.measured_class(sent) {
-            class.requests += 1;
+        if let Some(class) = self.class_if_measured(sent) {
+            class.request_count += 1;
             self.lateness_ns.saturating_record(now_ns.saturating_sub(sent.due_ns));
         }
     }
@@ -95,14 +95,14 @@ impl Results {
     /// Records that the response to a request arrived at `arrived_ns`.
     pub(crate) fn record_answer(&mut self, sent: SentRequest, arrived_ns: u64, worker: Option<Worker>) {
         if self.measured_window_ns.contains(&arrived_ns) {
-            self.classes[usize::from(sent.class)].arrived += 1;
+            self.classes[usize::from(sent.class)].arrived_count += 1;
         }
         let latency_ns = arrived_ns.saturating_sub(sent.due_ns);
-        if let Some(class) = self.measured_class(sent) {
-            class.completed += 1;
+        if let Some(class) = self.class_if_measured(sent) {
+            class.completed_count += 1;
             class.latency_ns.saturating_record(latency_ns);
-            if let Some(interval) = self.intervals.get_mut(usize::from(sent.class)) {
-                interval.saturating_record(latency_ns);
+            if let Some(interval_latency_ns) = self.interval_latencies_ns.get_mut(usize::from(sent.class)) {
+                interval_latency_ns.saturating_record(latency_ns);
             }
             if let Some(worker) = worker {
                 *self.answers_by_worker.entry(worker).or_default() += 1;
@@ -112,12 +112,12 @@ impl Results {
 
     /// Records that a request was lost.
     pub(crate) fn record_lost(&mut self, sent: SentRequest) {
-        if let Some(class) = self.measured_class(sent) {
-            class.lost += 1;
+        if let Some(class) = self.class_if_measured(sent) {
+            class.lost_count += 1;
         }
     }
 
-    fn measured_class(&mut self, sent: SentRequest) -> Option<&mut ClassResults> {
+    fn class_if_measured(&mut self, sent: SentRequest) -> Option<&mut ClassResults> {
         self.measured_window_ns.contains(&sent.due_ns).then(|| &mut self.classes[usize::from(sent.class)])
     }
 }

@@ -6,16 +6,16 @@ use std::str::FromStr;
 use coreward_model::rss::seeded_rng;
 use coreward_sim::random::uniform_unit;
 use coreward_sim::rpc::ticks::to_units;
-use coreward_sim::rpc::{Sampler, ServiceTimeDistribution, ServiceTimeError};
+use coreward_sim::rpc::{ServiceTimeDistribution, ServiceTimeError, ServiceTimeSampler};
 use rand_xoshiro::Xoshiro256PlusPlus;
 
-use crate::request_type::{RequestType, RequestTypeError, ServiceTimes, WORK_CLASS_COUNT};
+use crate::request_type::{RequestType, RequestTypeError, ServiceTimesByType, WORK_CLASS_COUNT};
 
 /// Parameters by which a request is made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestParameters {
     /// Index of the request's type in [`Workload::request_types`].
-    pub class: u8,
+    pub class_index: u8,
     pub request_type: RequestType,
     /// Service time that is requested (ns); 0 if the server chooses it.
     pub service_ns: u32,
@@ -38,53 +38,54 @@ pub enum MixError {
     DuplicateType(RequestType),
     /// Text that is not a share in the valid range.
     #[error("share of {request_type}: {given:?}: expected a number above 0, at most 1")]
-    Share { request_type: RequestType, given: String },
+    InvalidShare { request_type: RequestType, given: String },
     /// Sum of the shares, which is not 1.
     #[error("the shares of the mix add up to {0}: expected 1")]
-    Sum(f64),
+    WrongSum(f64),
     /// Number of request types that exceeds the maximum.
     #[error("mix of {0} types: expected at most 16")]
-    Types(usize),
+    TooManyTypes(usize),
 }
 
 /// Query mixes of Turbo's Figure 7 (Seyedroudbari et al., HPCA 2023, Sect. VII-C). (a) is YCSB-A: half GET, half PUT.
 /// The paper gives no shares for the other mixes. (b) and (c) "roughly match" the bimodal distributions of its Sect.
 /// VII-A: 10 % five times as long, and 40 % ten times as long. (d) is trimodal with a mean of 9.2 us, as a third each
 /// of GET, SCAN46 and SCAN105. The scenarios turbo-7a to turbo-7d simulate the same mixes.
-const PRESETS: [(&str, &str); 4] = [
+const MIX_PRESETS: [(&str, &str); 4] = [
     ("turbo-7a", "GET=0.5,PUT=0.5"),
     ("turbo-7b", "GET=0.9,SCAN18=0.1"),
     ("turbo-7c", "GET=0.6,SCAN46=0.4"),
     ("turbo-7d", "GET=0.34,SCAN46=0.33,SCAN105=0.33"),
 ];
 
-const CLASSES_MAX: usize = 16;
+const MAX_CLASSES: usize = 16;
 
 impl FromStr for RequestMix {
     type Err = MixError;
 
     fn from_str(given: &str) -> Result<Self, MixError> {
-        let preset = PRESETS.iter().find(|(name, _)| *name == given);
-        let text = preset.map_or(given, |(_, text)| text);
-        let mut shares = Vec::new();
-        for pair in text.split(',') {
+        let preset = MIX_PRESETS.iter().find(|(name, _)| *name == given);
+        let mix_text = preset.map_or(given, |(_, text)| text);
+        let mut type_shares = Vec::new();
+        for pair in mix_text.split(',') {
             let (name, share) = pair.split_once('=').ok_or_else(|| MixError::UnknownMix(given.to_owned()))?;
             let request_type: RequestType = name.parse()?;
-            if shares.iter().any(|(present, _)| *present == request_type) {
+            if type_shares.iter().any(|(present, _)| *present == request_type) {
                 return Err(MixError::DuplicateType(request_type));
             }
-            let number = share.parse().ok().filter(|share| *share > 0.0 && *share <= 1.0);
-            let number = number.ok_or_else(|| MixError::Share { request_type, given: share.to_owned() })?;
-            shares.push((request_type, number));
+            let share_number = share.parse().ok().filter(|share| *share > 0.0 && *share <= 1.0);
+            let share_number =
+                share_number.ok_or_else(|| MixError::InvalidShare { request_type, given: share.to_owned() })?;
+            type_shares.push((request_type, share_number));
         }
-        let sum: f64 = shares.iter().map(|(_, share)| share).sum();
-        if (sum - 1.0).abs() > 1e-6 {
-            return Err(MixError::Sum(sum));
+        let sum_of_shares: f64 = type_shares.iter().map(|(_, share)| share).sum();
+        if (sum_of_shares - 1.0).abs() > 1e-6 {
+            return Err(MixError::WrongSum(sum_of_shares));
         }
-        if shares.len() > CLASSES_MAX {
-            return Err(MixError::Types(shares.len()));
+        if type_shares.len() > MAX_CLASSES {
+            return Err(MixError::TooManyTypes(type_shares.len()));
         }
-        Ok(Self(shares))
+        Ok(Self(type_shares))
     }
 }
 
@@ -96,7 +97,7 @@ impl RequestMix {
 
     /// Returns the shortest service time of the types in [`TURBO_SERVICE_NS`] (us); `None` if it has not all of them.
     pub fn unit_us(&self) -> Option<f64> {
-        let times = ServiceTimes::turbo(1.0).ok()?;
+        let times = ServiceTimesByType::multiples_of_turbo(1.0).ok()?;
         let times: Option<Vec<u32>> = self.0.iter().map(|(request_type, _)| times.get_ns(*request_type)).collect();
         times?.into_iter().min().map(|ns| f64::from(ns) / 1e3)
     }
@@ -105,8 +106,8 @@ impl RequestMix {
 impl fmt::Display for RequestMix {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (index, (request_type, share)) in self.0.iter().enumerate() {
-            let comma = if index == 0 { "" } else { "," };
-            write!(f, "{comma}{request_type}={share}")?;
+            let separator = if index == 0 { "" } else { "," };
+            write!(f, "{separator}{request_type}={share}")?;
         }
         Ok(())
     }
@@ -115,43 +116,44 @@ impl fmt::Display for RequestMix {
 /// Distribution of service times, written with microseconds as `exp:3`, or as for `coreward-lab sim rpc`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ServiceDistribution {
-    service: ServiceTimeDistribution,
+    unit_distribution: ServiceTimeDistribution,
     /// Time that one unit of the distribution takes (us): the service time of the shortest class, or the mean.
     unit_us: f64,
 }
 
 /// RingLeader's synthetic workloads (Lin et al., NSDI 2023, Table 2). Bimodal: 95 % take 5 us, 5 % take 100 us. High
 /// Bimodal: 99 % take 3 us, 1 % take 100 us. The short requests have high priority. Exp(3) is `exp:3`.
-const RINGLEADER: [(&str, &str, f64); 2] =
+const RINGLEADER_DISTRIBUTIONS: [(&str, &str, f64); 2] =
     [("ringleader-bimodal", "bimodal:0.05:20", 5.0), ("ringleader-high-bimodal", "bimodal:0.01:33.333333", 3.0)];
 
 impl FromStr for ServiceDistribution {
     type Err = ServiceTimeError;
 
     fn from_str(given: &str) -> Result<Self, ServiceTimeError> {
-        if let Some((_, text, unit_us)) = RINGLEADER.iter().find(|(name, ..)| *name == given) {
-            return Ok(Self { service: text.parse()?, unit_us: *unit_us });
+        if let Some((_, text, unit_us)) = RINGLEADER_DISTRIBUTIONS.iter().find(|(name, ..)| *name == given) {
+            return Ok(Self { unit_distribution: text.parse()?, unit_us: *unit_us });
         }
         if let Some(mean) = given.strip_prefix("exp:") {
-            let mean = mean.parse().ok().filter(|mean| *mean > 0.0 && *mean <= 1e6);
-            let expected = "exp:MICROSECONDS, above 0, at most 1000000";
-            let unit_us = mean.ok_or_else(|| ServiceTimeError::Parameters { given: given.to_owned(), expected })?;
-            return Ok(Self { service: ServiceTimeDistribution::Exponential, unit_us });
+            let valid_mean = mean.parse().ok().filter(|mean| *mean > 0.0 && *mean <= 1e6);
+            let expected_format = "exp:MICROSECONDS, above 0, at most 1000000";
+            let unit_us = valid_mean
+                .ok_or_else(|| ServiceTimeError::Parameters { given: given.to_owned(), expected: expected_format })?;
+            return Ok(Self { unit_distribution: ServiceTimeDistribution::Exponential, unit_us });
         }
-        Ok(Self { service: given.parse()?, unit_us: 1.0 })
+        Ok(Self { unit_distribution: given.parse()?, unit_us: 1.0 })
     }
 }
 
 impl fmt::Display for ServiceDistribution {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} x {} us", self.service, self.unit_us)
+        write!(f, "{} x {} us", self.unit_distribution, self.unit_us)
     }
 }
 
 impl ServiceDistribution {
     /// Returns the mean service time without any multiplier (us).
     pub fn mean_us(&self) -> f64 {
-        self.service.mean() * self.unit_us
+        self.unit_distribution.mean() * self.unit_us
     }
 }
 
@@ -160,40 +162,40 @@ enum RequestSampler {
     /// Mix of request types: type, cumulative share, and requested service time (ns; 0 if the server chooses it).
     Mix(Vec<(RequestType, f64, u32)>),
     /// Distribution of service times, and length of its unit (ns).
-    ServiceTimeDistribution(Sampler, f64),
+    ServiceTimeDistribution(ServiceTimeSampler, f64),
 }
 
 #[derive(Debug, Clone)]
 pub struct Workload {
-    draw: RequestSampler,
+    sampler: RequestSampler,
     request_types: Vec<RequestType>,
     rng: Xoshiro256PlusPlus,
 }
 
 impl Workload {
     /// Creates a workload with the request types of `mix`. The server chooses service times that are not in `times`.
-    pub fn from_mix(mix: &RequestMix, times: &ServiceTimes, seed: u64, purpose: u64) -> Self {
-        let mut below = 0.0;
-        let mut entry = |(request_type, share): &(RequestType, f64)| {
-            below += share;
-            (*request_type, below, times.get_ns(*request_type).unwrap_or(0))
+    pub fn from_mix(mix: &RequestMix, times: &ServiceTimesByType, seed: u64, purpose: u64) -> Self {
+        let mut cumulative_share = 0.0;
+        let mut mix_entry = |(request_type, share): &(RequestType, f64)| {
+            cumulative_share += share;
+            (*request_type, cumulative_share, times.get_ns(*request_type).unwrap_or(0))
         };
-        let mut entries: Vec<_> = mix.0.iter().map(&mut entry).collect();
+        let mut mix_entries: Vec<_> = mix.0.iter().map(&mut mix_entry).collect();
         // The shares may add up to a little less than 1.
-        entries.last_mut().expect("a mix has a type").1 = f64::INFINITY;
+        mix_entries.last_mut().expect("a mix has a type").1 = f64::INFINITY;
         let request_types = mix.0.iter().map(|(request_type, _)| *request_type).collect();
-        Self { draw: RequestSampler::Mix(entries), request_types, rng: seeded_rng(seed, purpose) }
+        Self { sampler: RequestSampler::Mix(mix_entries), request_types, rng: seeded_rng(seed, purpose) }
     }
 
     /// Creates a workload whose service times follow a distribution, multiplied by `multiplier`. Each class of the
     /// distribution is a type of [`RequestType::work`].
     pub fn from_service_times(service: &ServiceDistribution, multiplier: f64, seed: u64, purpose: u64) -> Self {
         let unit_ns = service.unit_us * 1e3 * multiplier;
-        let count = service.service.class_times().len().min(WORK_CLASS_COUNT.into());
+        let class_count = service.unit_distribution.class_times().len().min(WORK_CLASS_COUNT.into());
         let request_types =
-            (0..count as u8).map(|class| RequestType::work(class).expect("below WORK_CLASS_COUNT")).collect();
+            (0..class_count as u8).map(|class| RequestType::work(class).expect("below WORK_CLASS_COUNT")).collect();
         Self {
-            draw: RequestSampler::ServiceTimeDistribution(service.service.sampler(), unit_ns),
+            sampler: RequestSampler::ServiceTimeDistribution(service.unit_distribution.sampler(), unit_ns),
             request_types,
             rng: seeded_rng(seed, purpose),
         }
@@ -202,7 +204,7 @@ impl Workload {
     /// Restricts the workload of a measuring stream to its first type. For a distribution, that is the service time of
     /// its shortest class, or its mean if it has no classes (Turbo's measuring client, Sect. VII-A).
     pub fn first_type_only(mut self) -> Self {
-        match &mut self.draw {
+        match &mut self.sampler {
             RequestSampler::Mix(entries) => {
                 entries.truncate(1);
                 entries[0].1 = f64::INFINITY;
@@ -219,19 +221,24 @@ impl Workload {
     }
 
     /// Returns the parameters of the next request.
-    pub fn draw(&mut self) -> RequestParameters {
-        match &self.draw {
+    pub fn next_request(&mut self) -> RequestParameters {
+        match &self.sampler {
             RequestSampler::Mix(entries) => {
-                let drawn = uniform_unit(&mut self.rng);
-                let class = entries.iter().position(|(_, below, _)| drawn < *below).expect("the last is infinite");
-                let (request_type, _, service_ns) = entries[class];
-                RequestParameters { class: class as u8, request_type, service_ns }
+                let uniform_sample = uniform_unit(&mut self.rng);
+                let class_index =
+                    entries.iter().position(|(_, below, _)| uniform_sample < *below).expect("the last is infinite");
+                let (request_type, _, service_ns) = entries[class_index];
+                RequestParameters { class_index: class_index as u8, request_type, service_ns }
             }
             RequestSampler::ServiceTimeDistribution(sampler, unit_ns) => {
-                let (class, ticks) = sampler.sample(&mut self.rng);
+                let (class, service_ticks) = sampler.sample(&mut self.rng);
                 // At least 1, because the server chooses the time for 0. `as` limits longer times to 4.3 s.
-                let service_ns = ((to_units(ticks) * unit_ns) as u32).max(1);
-                RequestParameters { class, request_type: self.request_types[usize::from(class)], service_ns }
+                let service_ns = ((to_units(service_ticks) * unit_ns) as u32).max(1);
+                RequestParameters {
+                    class_index: class,
+                    request_type: self.request_types[usize::from(class)],
+                    service_ns,
+                }
             }
         }
     }
@@ -243,70 +250,71 @@ mod tests {
 
     use super::*;
 
-    fn mean_us(service: &str) -> f64 {
+    fn sampled_mean_us(service: &str) -> f64 {
         let mut workload = Workload::from_service_times(&service.parse().unwrap(), 100.0, 1, 2);
         let count = 200_000;
-        (0..count).map(|_| f64::from(workload.draw().service_ns) / 1e5).sum::<f64>() / f64::from(count)
+        (0..count).map(|_| f64::from(workload.next_request().service_ns) / 1e5).sum::<f64>() / f64::from(count)
     }
 
     #[test]
-    fn ringleaders_distributions_have_their_means() {
+    fn sampled_ringleader_service_times_have_the_published_means() {
         for (name, mean) in [("exp:3", 3.0), ("ringleader-bimodal", 9.75), ("ringleader-high-bimodal", 3.97)] {
-            let drawn = mean_us(name);
+            let sampled_mean = sampled_mean_us(name);
             // Tolerance: three standard errors of 200,000 draws (0.05 us each).
-            assert!((drawn - mean).abs() < 0.15, "{name}: {drawn} us");
+            assert!((sampled_mean - mean).abs() < 0.15, "{name}: {sampled_mean} us");
             assert!((name.parse::<ServiceDistribution>().unwrap().mean_us() - mean).abs() < 1e-6);
         }
     }
 
     #[test]
-    fn turbos_mixes_have_its_service_times() {
-        let times = ServiceTimes::turbo(1.0).unwrap();
+    fn sampled_turbo_mixes_have_the_published_mean_service_times() {
+        let times = ServiceTimesByType::multiples_of_turbo(1.0).unwrap();
         for (name, mean_us) in [("turbo-7a", 1.1625), ("turbo-7b", 1.3475), ("turbo-7c", 4.257), ("turbo-7d", 9.2019)] {
             let mut workload = Workload::from_mix(&name.parse().unwrap(), &times, 3, 4);
             let count = 100_000;
-            let sum: f64 = (0..count).map(|_| f64::from(workload.draw().service_ns) / 1e3).sum();
-            assert!((sum / f64::from(count) / mean_us - 1.0).abs() < 0.02, "{name}: {}", sum / f64::from(count));
+            let sum_us: f64 = (0..count).map(|_| f64::from(workload.next_request().service_ns) / 1e3).sum();
+            assert!((sum_us / f64::from(count) / mean_us - 1.0).abs() < 0.02, "{name}: {}", sum_us / f64::from(count));
         }
     }
 
     #[test]
-    fn classes_are_separate_types() {
+    fn classes_of_a_service_time_distribution_are_separate_request_types() {
         let workload = Workload::from_service_times(&"trimodal:0.1:5:0.01:50".parse().unwrap(), 1.0, 1, 1);
         let names: Vec<String> = workload.request_types().iter().map(RequestType::to_string).collect();
         assert_eq!(names, ["WORK0", "WORK1", "WORK2"]);
     }
 
     #[test]
-    fn invalid_workloads_are_rejected() {
-        let error = |text: &str| text.parse::<RequestMix>().unwrap_err().to_string();
-        assert!(error("turbo-7e").contains("\"turbo-7e\": expected TYPE=SHARE"));
-        assert!(error("GET=0.5").contains("add up to 0.5: expected 1"));
-        assert!(error("GET=0.5,GET=0.5").contains("GET is there twice"));
-        assert!(error("GET=NaN,PUT=1").contains("share of GET: \"NaN\""));
-        assert!(error("SCAN0=1").contains("SCAN0"));
-        let error = |text: &str| text.parse::<ServiceDistribution>().unwrap_err().to_string();
-        assert!(error("exp:0").contains("expected exp:MICROSECONDS"));
-        assert!(error("bimodal:1.5:2").contains("fraction 1.5"));
+    fn invalid_mixes_and_distributions_are_rejected_with_their_reason() {
+        let mix_error = |text: &str| text.parse::<RequestMix>().unwrap_err().to_string();
+        assert!(mix_error("turbo-7e").contains("\"turbo-7e\": expected TYPE=SHARE"));
+        assert!(mix_error("GET=0.5").contains("add up to 0.5: expected 1"));
+        assert!(mix_error("GET=0.5,GET=0.5").contains("GET is there twice"));
+        assert!(mix_error("GET=NaN,PUT=1").contains("share of GET: \"NaN\""));
+        assert!(mix_error("SCAN0=1").contains("SCAN0"));
+        let distribution_error = |text: &str| text.parse::<ServiceDistribution>().unwrap_err().to_string();
+        assert!(distribution_error("exp:0").contains("expected exp:MICROSECONDS"));
+        assert!(distribution_error("bimodal:1.5:2").contains("fraction 1.5"));
     }
 
     proptest! {
         #[test]
-        fn shares_are_as_configured(weights in prop::collection::vec(1u32..100, 1..6), seed in any::<u64>()) {
-            let total: u32 = weights.iter().sum();
-            let share = |weight: &u32| f64::from(*weight) / f64::from(total);
-            let pair = |(index, weight): (usize, &u32)| format!("SCAN{}={}", index + 1, share(weight));
-            let text: Vec<String> = weights.iter().enumerate().map(pair).collect();
-            let mix: RequestMix = text.join(",").parse().unwrap();
-            let mut workload = Workload::from_mix(&mix, &ServiceTimes::default(), seed, 1);
+        fn request_types_are_sampled_with_the_shares_of_the_mix(weights in prop::collection::vec(1u32..100, 1..6),
+            seed in any::<u64>()) {
+            let weight_sum: u32 = weights.iter().sum();
+            let share_of = |weight: &u32| f64::from(*weight) / f64::from(weight_sum);
+            let mix_pair = |(index, weight): (usize, &u32)| format!("SCAN{}={}", index + 1, share_of(weight));
+            let mix_pairs: Vec<String> = weights.iter().enumerate().map(mix_pair).collect();
+            let mix: RequestMix = mix_pairs.join(",").parse().unwrap();
+            let mut workload = Workload::from_mix(&mix, &ServiceTimesByType::default(), seed, 1);
             let (count, mut drawn) = (20_000, vec![0u32; weights.len()]);
             for _ in 0..count {
-                let demand = workload.draw();
-                drawn[usize::from(demand.class)] += 1;
-                prop_assert_eq!(demand.request_type, workload.request_types()[usize::from(demand.class)]);
+                let demand = workload.next_request();
+                drawn[usize::from(demand.class_index)] += 1;
+                prop_assert_eq!(demand.request_type, workload.request_types()[usize::from(demand.class_index)]);
             }
             for (weight, drawn) in weights.iter().zip(&drawn) {
-                let (expected, drawn) = (share(weight), f64::from(*drawn) / f64::from(count));
+                let (expected, drawn) = (share_of(weight), f64::from(*drawn) / f64::from(count));
                 // Tolerance: six standard deviations, exceeded once in 5e8 draws.
                 let deviation = (expected * (1.0 - expected) / f64::from(count)).sqrt();
                 prop_assert!((drawn - expected).abs() <= 6.0 * deviation, "{drawn} of {expected}");

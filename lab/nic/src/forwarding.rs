@@ -12,43 +12,43 @@ use anyhow::{Context as _, Result, bail, ensure};
 use coreward_model::FourTuple;
 use serde_json::Value;
 
-use crate::agent::{self, START_TIMEOUT, poll};
-use crate::guest::{Guest, Monitor, QUEUE_COUNT};
+use crate::agent::{self, DAEMON_START_TIMEOUT, poll_until_some};
+use crate::guest::{Guest, QUEUE_COUNT, QemuMonitor};
 use crate::rss;
-use crate::segment::{HostEmulator, mac_of};
-use crate::tally::Tally;
-use crate::wire::{FORWARDED_DESTINATION, GuestLink, VIP, flows_of_round};
+use crate::segment::{HostEmulator, host_mac};
+use crate::tally::CheckTally;
+use crate::wire::{FORWARDED_DESTINATION, GuestTap, IPV4_DESTINATION, flows_of_round};
 
 /// Last bytes of the IPv4 addresses of the servers `s1` and `s2`.
-const HOSTS: [u8; 2] = [11, 12];
+const SERVER_HOST_BYTES: [u8; 2] = [11, 12];
 /// Published load of each core of `s2` (%), which is between that of the idle guest and that of a core that forwards.
-const OTHER_SERVER_LOAD_PCT: u32 = 50;
+const PUBLISHED_LOAD_PCT: u32 = 50;
 /// Minimum reported load of the forwarding core while SYNs are counted.
-const FORWARDING_LOAD: f64 = 0.65;
+const MIN_FORWARDING_LOAD: f64 = 0.65;
 /// Initial and maximum rate of forwarded packets (per second). The rate that loads a core depends on QEMU's emulation.
-const PACKETS_PER_SECOND: std::ops::RangeInclusive<u32> = 1_000..=64_000;
+const PACKET_RATE_RANGE: std::ops::RangeInclusive<u32> = 1_000..=64_000;
 /// Time after which loads and tables have followed a new rate.
-const SETTLE_TIME: Duration = Duration::from_secs(3);
-/// Interval between flushes of the receive queues, which QEMU may leave full ([`Monitor::flush_receive_queues`]).
+const LOAD_SETTLE_TIME: Duration = Duration::from_secs(3);
+/// Interval between flushes of the receive queues, which QEMU may leave full ([`QemuMonitor::flush_receive_queues`]).
 const FLUSH_INTERVAL: Duration = Duration::from_millis(100);
 /// Number of rounds of SYNs in each measurement.
-const ROUND_COUNT: u8 = 4;
+const ROUNDS_PER_MEASUREMENT: u8 = 4;
 /// Maximum number of transmissions of a SYN, because the loaded core drops some.
 const MAX_TRANSMISSIONS: usize = 10;
 /// Maximum number of measurements, of which one must have the expected result.
-const MEASUREMENT_COUNT: u8 = 5;
+const MAX_MEASUREMENTS: u8 = 5;
 
 /// Returns the configuration files of the guest, as name (without leading slash) and content.
-pub fn files() -> Vec<(&'static str, String)> {
-    let controller = "listen = \"127.0.0.1:7400\"\nstore = \"/run/forwarding.redb\"\n\
+pub fn guest_files() -> Vec<(&'static str, String)> {
+    let controller_config = "listen = \"127.0.0.1:7400\"\nstore = \"/run/forwarding.redb\"\n\
                       fleet = \"forwarding-fleet.toml\"\n";
-    let [s1, s2] = HOSTS;
-    let fleet = format!(
+    let [s1, s2] = SERVER_HOST_BYTES;
+    let fleet_document = format!(
         "report_interval = \"500ms\"\n[[server]]\nname = \"s1\"\naddress = \"10.2.0.{s1}\"\n\
          [[server]]\nname = \"s2\"\naddress = \"10.2.0.{s2}\"\n\
-         [[service]]\nname = \"web\"\nvip = \"{VIP}\"\npolicy = \"crossrss\"\n"
+         [[service]]\nname = \"web\"\nvip = \"{IPV4_DESTINATION}\"\npolicy = \"crossrss\"\n"
     );
-    let agent = |index: usize, load: &str| {
+    let agent_config = |index: usize, load: &str| {
         format!(
             "server = \"s{}\"\ncontroller = \"127.0.0.1:7400\"\ninterface = \"eth{index}\"\nmanage_rss = true\n\
              pin_directory = \"/sys/fs/bpf/agent{index}\"\nsteer = \"off\"\nload = {load}\n",
@@ -56,91 +56,104 @@ pub fn files() -> Vec<(&'static str, String)> {
         )
     };
     vec![
-        ("etc/forwarding.toml", controller.to_owned()),
-        ("etc/forwarding-fleet.toml", fleet),
-        ("etc/agent0.toml", agent(0, "{ source = \"cpu\" }")),
-        ("etc/agent1.toml", agent(1, "{ source = \"published\", path = \"/run/busy\" }")),
+        ("etc/forwarding.toml", controller_config.to_owned()),
+        ("etc/forwarding-fleet.toml", fleet_document),
+        ("etc/agent0.toml", agent_config(0, "{ source = \"cpu\" }")),
+        ("etc/agent1.toml", agent_config(1, "{ source = \"published\", path = \"/run/busy\" }")),
         ("etc/publish", include_str!("../guest/publish").to_owned()),
     ]
 }
 
 /// Starts the daemons, and checks which servers get new connections before and while one core is loaded by forwarding.
 /// Fails when the daemons do not start.
-pub fn check(guest: &mut Guest, wire: &GuestLink, name: &str, tally: &mut Tally) -> Result<()> {
-    let segment = HostEmulator::new(&HOSTS)?;
-    start(guest)?;
-    let shown = rss::read_rss(guest)?;
-    let idle = measure_until(wire, &segment, 0, |placed| {
-        let [idle, all] = count_placed(placed, |_| true);
+pub fn check_placement(guest: &mut Guest, wire: &GuestTap, name: &str, tally: &mut CheckTally) -> Result<()> {
+    let host_emulator = HostEmulator::new(&SERVER_HOST_BYTES)?;
+    start_daemons(guest)?;
+    let shown_rss = rss::read_rss(guest)?;
+    let idle_placement = measure_until_expected(wire, &host_emulator, 0, |placed| {
+        let [idle, all] = count_at_first_server(placed, |_| true);
         idle * 10 >= all * 9
     })?;
-    let [to_idle, all] = count_placed(&idle.placed, |_| true);
-    let found = format!("{to_idle} of {all} SYNs to the server with idle cores; {}", format_loads(guest)?);
-    tally.check(&format!("{name}: idle cores get the connections"), idle.verdict(found));
+    let [to_idle, all] = count_at_first_server(&idle_placement.placements, |_| true);
+    let placement_text = format!("{to_idle} of {all} SYNs to the server with idle cores; {}", format_loads(guest)?);
+    tally.record_result(
+        &format!("{name}: idle cores get the connections"),
+        idle_placement.expected_or_error(placement_text),
+    );
 
-    let flow =
+    let forwarded_flow =
         FourTuple::ipv4(("10.1.251.1".parse()?, 4711), (*FORWARDED_DESTINATION.ip(), FORWARDED_DESTINATION.port()));
-    let queue = rss::predicted_queue(&shown, &flow);
-    let on_queue = |flow: &FourTuple| rss::predicted_queue(&shown, flow) == queue;
-    let follows = |placed: &PlacedFlows| {
-        let [on_core, on_core_all] = count_placed(placed, on_queue);
-        let [others, others_all] = count_placed(placed, |flow| !on_queue(flow));
+    let loaded_queue = rss::predicted_queue(&shown_rss, &forwarded_flow);
+    let is_on_loaded_queue = |flow: &FourTuple| rss::predicted_queue(&shown_rss, flow) == loaded_queue;
+    let avoids_loaded_core = |placed: &FlowPlacements| {
+        let [on_core, on_core_all] = count_at_first_server(placed, is_on_loaded_queue);
+        let [others, others_all] = count_at_first_server(placed, |flow| !is_on_loaded_queue(flow));
         on_core * 10 <= on_core_all && others * 10 >= others_all * 9
     };
-    let (loaded, rate) =
-        measure_under_load(guest, wire, &flow, queue, || measure_until(wire, &segment, idle.next_round, follows))?;
-    let loaded = loaded.with_context(|| format!("while core {queue} forwards {rate} packets/s"))?;
-    let [on_core, on_core_all] = count_placed(&loaded.placed, on_queue);
-    let [others, others_all] = count_placed(&loaded.placed, |flow| !on_queue(flow));
-    let found = format!(
-        "of core {queue}, with {rate} forwarded packets/s, {on_core} of {on_core_all} SYNs, of the others {others} of \
+    let (loaded, rate) = measure_under_load(guest, wire, &forwarded_flow, loaded_queue, || {
+        measure_until_expected(wire, &host_emulator, idle_placement.next_round, avoids_loaded_core)
+    })?;
+    let loaded = loaded.with_context(|| format!("while core {loaded_queue} forwards {rate} packets/s"))?;
+    let [on_core, on_core_all] = count_at_first_server(&loaded.placements, is_on_loaded_queue);
+    let [others, others_all] = count_at_first_server(&loaded.placements, |flow| !is_on_loaded_queue(flow));
+    let placement_text = format!(
+        "of core {loaded_queue}, with {rate} forwarded packets/s, {on_core} of {on_core_all} SYNs, of the others \
+         {others} of \
          {others_all}; {}",
         format_loads(guest)?
     );
-    tally.check(&format!("{name}: crossrss moves connections away from the core that forwards"), loaded.verdict(found));
+    tally.record_result(
+        &format!("{name}: crossrss moves connections away from the core that forwards"),
+        loaded.expected_or_error(placement_text),
+    );
     Ok(())
 }
 
 /// Starts a controller, both agents and the load balancer, and adds the route of the packets to forward.
-fn start(guest: &mut Guest) -> Result<()> {
-    guest.run("ip link set eth1 up && ip addr add 10.2.0.1/24 dev eth0 && echo 1 > /proc/sys/net/ipv4/ip_forward")?;
+fn start_daemons(guest: &mut Guest) -> Result<()> {
+    guest.run_successfully(
+        "ip link set eth1 up && ip addr add 10.2.0.1/24 dev eth0 && echo 1 > /proc/sys/net/ipv4/ip_forward",
+    )?;
     // The next hop is a device of the guest, because otherwise QEMU's network thread would be busy before a core is.
     // The peer of a veth is `veth0`.
-    let next_hop = mac_of(254).map(|byte| format!("{byte:02x}")).join(":");
-    let forwarded = FORWARDED_DESTINATION.ip();
-    guest.run(&format!(
+    let next_hop_mac = host_mac(254).map(|byte| format!("{byte:02x}")).join(":");
+    let forwarded_address = FORWARDED_DESTINATION.ip();
+    guest.run_successfully(&format!(
         "ip link add out type veth && ip link set veth0 up && ip link set out up && \
-         ip route add {forwarded}/32 dev out && arp -i out -s {forwarded} {next_hop}"
+         ip route add {forwarded_address}/32 dev out && arp -i out -s {forwarded_address} {next_hop_mac}"
     ))?;
-    guest.run(&format!("start publish sh /etc/publish /run/busy {OTHER_SERVER_LOAD_PCT} {QUEUE_COUNT}"))?;
-    guest.run("start controller coreward controller --config /etc/forwarding.toml")?;
+    guest.run_successfully(&format!("start publish sh /etc/publish /run/busy {PUBLISHED_LOAD_PCT} {QUEUE_COUNT}"))?;
+    guest.run_successfully("start controller coreward controller --config /etc/forwarding.toml")?;
     for agent in ["agent0", "agent1"] {
-        guest.run(&format!("start {agent} coreward agent --config /etc/{agent}.toml"))?;
+        guest.run_successfully(&format!("start {agent} coreward agent --config /etc/{agent}.toml"))?;
     }
-    guest.run("start lb coreward lb --config /etc/lb.toml")?;
-    let ready = poll(guest, START_TIMEOUT, |guest| {
-        let Some(status) = agent::status(guest)? else { return Ok(None) };
-        let generation = status["load_balancers"][0]["state"]["table_generations"]["web"].as_u64();
-        let reports = core_loads(&status).is_some_and(|servers| servers.iter().all(|cores| !cores.is_empty()));
-        Ok((generation.is_some_and(|generation| generation > 1) && reports).then_some(()))
+    guest.run_successfully("start lb coreward lb --config /etc/lb.toml")?;
+    let wait_result = poll_until_some(guest, DAEMON_START_TIMEOUT, |guest| {
+        let Some(status) = agent::fleet_status(guest)? else { return Ok(None) };
+        let table_generation = status["load_balancers"][0]["state"]["table_generations"]["web"].as_u64();
+        let has_reports =
+            core_loads_in_status(&status).is_some_and(|servers| servers.iter().all(|cores| !cores.is_empty()));
+        Ok((table_generation.is_some_and(|generation| generation > 1) && has_reports).then_some(()))
     });
-    ready.with_context(|| ["controller", "agent0", "agent1", "lb"].map(|name| agent::log(guest, name)).join("\n"))?;
-    std::thread::sleep(SETTLE_TIME);
+    wait_result.with_context(|| {
+        ["controller", "agent0", "agent1", "lb"].map(|name| agent::log_tail(guest, name)).join("\n")
+    })?;
+    std::thread::sleep(LOAD_SETTLE_TIME);
     Ok(())
 }
 
 /// Returns the loads of all cores of `s1` and `s2` that a status contains.
-fn core_loads(status: &Value) -> Option<[Vec<f64>; 2]> {
-    let of = |name: &str| {
+fn core_loads_in_status(status: &Value) -> Option<[Vec<f64>; 2]> {
+    let loads_of_server = |name: &str| {
         let server = status["servers"].as_array()?.iter().find(|server| server["name"] == name)?;
         server["core_load"].as_array()?.iter().map(Value::as_f64).collect::<Option<Vec<f64>>>()
     };
-    Some([of("s1")?, of("s2")?])
+    Some([loads_of_server("s1")?, loads_of_server("s2")?])
 }
 
 fn reported_core_loads(guest: &mut Guest) -> Result<[Vec<f64>; 2]> {
-    let status = agent::status(guest)?.context("the controller does not answer")?;
-    core_loads(&status).with_context(|| format!("no loads in {status}"))
+    let status = agent::fleet_status(guest)?.context("the controller does not answer")?;
+    core_loads_in_status(&status).with_context(|| format!("no loads in {status}"))
 }
 
 fn format_loads(guest: &mut Guest) -> Result<String> {
@@ -153,133 +166,136 @@ fn format_loads(guest: &mut Guest) -> Result<String> {
 /// `measured`, and returns its result and the rate (packets per second).
 fn measure_under_load<T>(
     guest: &mut Guest,
-    wire: &GuestLink,
+    wire: &GuestTap,
     flow: &FourTuple,
     queue: u16,
-    measured: impl FnOnce() -> T,
+    measure_placement: impl FnOnce() -> T,
 ) -> Result<(T, u32)> {
-    let (rate, ended) = (AtomicU32::new(*PACKETS_PER_SECOND.start()), AtomicBool::new(false));
-    let monitor = guest.monitor()?;
+    let (packets_per_second, should_stop) = (AtomicU32::new(*PACKET_RATE_RANGE.start()), AtomicBool::new(false));
+    let monitor = guest.connect_monitor()?;
     std::thread::scope(|scope| {
-        let sender = scope.spawn(|| send_paced(wire, monitor, flow, &rate, &ended));
-        let result = load_core(guest, queue, &rate).map(|()| measured());
-        ended.store(true, Ordering::Relaxed);
+        let sender = scope.spawn(|| send_at_rate(wire, monitor, flow, &packets_per_second, &should_stop));
+        let measurement_result =
+            raise_rate_until_loaded(guest, queue, &packets_per_second).map(|()| measure_placement());
+        should_stop.store(true, Ordering::Relaxed);
         // An error of the sender explains one of the measurement.
         sender.join().map_err(|_| anyhow::anyhow!("the sender panicked"))??;
-        Ok((result?, rate.load(Ordering::Relaxed)))
+        Ok((measurement_result?, packets_per_second.load(Ordering::Relaxed)))
     })
 }
 
 /// Raises the rate until two readings show a loaded core for `queue`: a single one may be a burst of a daemon.
-fn load_core(guest: &mut Guest, queue: u16, rate: &AtomicU32) -> Result<()> {
-    let mut loaded = 0;
+fn raise_rate_until_loaded(guest: &mut Guest, queue: u16, rate: &AtomicU32) -> Result<()> {
+    let mut loaded_readings = 0;
     loop {
-        std::thread::sleep(SETTLE_TIME);
-        let [cores, _] = reported_core_loads(guest)?;
-        let load = *cores.get(usize::from(queue)).with_context(|| format!("no load of queue {queue}: {cores:?}"))?;
-        if load >= FORWARDING_LOAD {
-            loaded += 1;
-            if loaded == 2 {
+        std::thread::sleep(LOAD_SETTLE_TIME);
+        let [core_loads, _] = reported_core_loads(guest)?;
+        let core_load =
+            *core_loads.get(usize::from(queue)).with_context(|| format!("no load of queue {queue}: {core_loads:?}"))?;
+        if core_load >= MIN_FORWARDING_LOAD {
+            loaded_readings += 1;
+            if loaded_readings == 2 {
                 return Ok(());
             }
             continue;
         }
-        loaded = 0;
-        let now = rate.load(Ordering::Relaxed);
-        ensure!(now < *PACKETS_PER_SECOND.end(), "{now} packets/s load no core: {cores:?}");
-        rate.store(now + now / 4, Ordering::Relaxed);
+        loaded_readings = 0;
+        let current_rate = rate.load(Ordering::Relaxed);
+        ensure!(current_rate < *PACKET_RATE_RANGE.end(), "{current_rate} packets/s load no core: {core_loads:?}");
+        rate.store(current_rate + current_rate / 4, Ordering::Relaxed);
     }
 }
 
 /// Sends `rate` packets per second in batches of one millisecond, until `ended` is set.
-fn send_paced(
-    wire: &GuestLink,
-    mut monitor: Monitor,
+fn send_at_rate(
+    wire: &GuestTap,
+    mut monitor: QemuMonitor,
     flow: &FourTuple,
     rate: &AtomicU32,
     ended: &AtomicBool,
 ) -> Result<()> {
-    let (mut due, mut flush) = (Instant::now(), Instant::now());
+    let (mut next_batch, mut last_flush) = (Instant::now(), Instant::now());
     while !ended.load(Ordering::Relaxed) {
         wire.send_acks(flow, rate.load(Ordering::Relaxed).div_ceil(1_000))?;
-        if flush.elapsed() >= FLUSH_INTERVAL {
-            flush = Instant::now();
+        if last_flush.elapsed() >= FLUSH_INTERVAL {
+            last_flush = Instant::now();
             monitor.flush_receive_queues()?;
         }
         // A late sender skips packets, which would otherwise be a burst.
-        due = (due + Duration::from_millis(1)).max(Instant::now());
-        std::thread::sleep(due.saturating_duration_since(Instant::now()));
+        next_batch = (next_batch + Duration::from_millis(1)).max(Instant::now());
+        std::thread::sleep(next_batch.saturating_duration_since(Instant::now()));
     }
     Ok(())
 }
 
 /// Flow of each received SYN, and the last address byte of the server that received it.
-type PlacedFlows = Vec<(FourTuple, u8)>;
+type FlowPlacements = Vec<(FourTuple, u8)>;
 
-struct MeasuredPlacement {
-    placed: PlacedFlows,
+struct PlacementMeasurement {
+    placements: FlowPlacements,
     /// Whether the placement is as expected.
     is_expected: bool,
     next_round: u8,
 }
 
-impl MeasuredPlacement {
-    fn verdict(&self, found: String) -> Result<String> {
+impl PlacementMeasurement {
+    fn expected_or_error(&self, found: String) -> Result<String> {
         ensure!(self.is_expected, found);
         Ok(found)
     }
 }
 
-/// Measures until the placement is `good`, at most [`MEASUREMENT_COUNT`] times, because the daemons' own load varies.
-fn measure_until(
-    wire: &GuestLink,
+/// Measures until the placement is `good`, at most [`MAX_MEASUREMENTS`] times, because the daemons' own load varies.
+fn measure_until_expected(
+    wire: &GuestTap,
     segment: &HostEmulator,
     first: u8,
-    good: impl Fn(&PlacedFlows) -> bool,
-) -> Result<MeasuredPlacement> {
-    let mut measured = MeasuredPlacement { placed: PlacedFlows::new(), is_expected: false, next_round: first };
-    for _ in 0..MEASUREMENT_COUNT {
-        measured.placed = measure(wire, segment, measured.next_round)?;
-        measured.next_round += ROUND_COUNT;
-        measured.is_expected = good(&measured.placed);
-        if measured.is_expected {
+    good: impl Fn(&FlowPlacements) -> bool,
+) -> Result<PlacementMeasurement> {
+    let mut measurement =
+        PlacementMeasurement { placements: FlowPlacements::new(), is_expected: false, next_round: first };
+    for _ in 0..MAX_MEASUREMENTS {
+        measurement.placements = measure_placements(wire, segment, measurement.next_round)?;
+        measurement.next_round += ROUNDS_PER_MEASUREMENT;
+        measurement.is_expected = good(&measurement.placements);
+        if measurement.is_expected {
             break;
         }
     }
-    Ok(measured)
+    Ok(measurement)
 }
 
-/// Sends the SYNs of [`ROUND_COUNT`] rounds, beginning with round `first`, and retransmits lost ones. Returns the
-/// servers that received them. Fails when a SYN is still lost.
-fn measure(wire: &GuestLink, segment: &HostEmulator, first: u8) -> Result<PlacedFlows> {
-    segment.take_syns();
-    let mut missing: Vec<FourTuple> = (first..first + ROUND_COUNT).flat_map(flows_of_round).collect();
-    let sent = missing.len();
-    let mut placed = PlacedFlows::new();
+/// Sends the SYNs of [`ROUNDS_PER_MEASUREMENT`] rounds, beginning with round `first`, and retransmits lost ones.
+/// Returns the servers that received them. Fails when a SYN is still lost.
+fn measure_placements(wire: &GuestTap, segment: &HostEmulator, first: u8) -> Result<FlowPlacements> {
+    segment.take_received_syns();
+    let mut missing_flows: Vec<FourTuple> = (first..first + ROUNDS_PER_MEASUREMENT).flat_map(flows_of_round).collect();
+    let sent_count = missing_flows.len();
+    let mut placements = FlowPlacements::new();
     for _ in 0..MAX_TRANSMISSIONS {
-        for flow in &missing {
+        for flow in &missing_flows {
             wire.send_syn(flow)?;
             std::thread::sleep(Duration::from_millis(5));
         }
         std::thread::sleep(Duration::from_millis(500));
-        let syns = segment.take_syns();
-        missing.retain(|flow| {
-            let host = match flow.client() {
-                SocketAddr::V4(client) => syns.get(&client),
+        let received_syns = segment.take_received_syns();
+        missing_flows.retain(|flow| {
+            let receiving_host = match flow.client() {
+                SocketAddr::V4(client) => received_syns.get(&client),
                 SocketAddr::V6(_) => None,
             };
-            placed.extend(host.map(|host| (*flow, *host)));
-            host.is_none()
+            placements.extend(receiving_host.map(|host| (*flow, *host)));
+            receiving_host.is_none()
         });
-        if missing.is_empty() {
-            return Ok(placed);
+        if missing_flows.is_empty() {
+            return Ok(placements);
         }
     }
-    bail!("{} of {sent} SYNs are lost after {MAX_TRANSMISSIONS} transmissions", missing.len())
+    bail!("{} of {sent_count} SYNs are lost after {MAX_TRANSMISSIONS} transmissions", missing_flows.len())
 }
 
-/// Returns how many of the SYNs selected by `chosen` reached `s1`, and the number of all selected SYNs.
-fn count_placed(placed: &PlacedFlows, chosen: impl Fn(&FourTuple) -> bool) -> [usize; 2] {
-    let of = placed.iter().filter(|(flow, _)| chosen(flow));
-    [of.clone().filter(|(_, host)| *host == HOSTS[0]).count(), of.count()]
+/// Returns how many of the SYNs selected by `is_selected` reached `s1`, and the number of all selected SYNs.
+fn count_at_first_server(placed: &FlowPlacements, is_selected: impl Fn(&FourTuple) -> bool) -> [usize; 2] {
+    let selected = placed.iter().filter(|(flow, _)| is_selected(flow));
+    [selected.clone().filter(|(_, host)| *host == SERVER_HOST_BYTES[0]).count(), selected.count()]
 }

@@ -7,8 +7,8 @@ use std::path::Path;
 use anyhow::{Context as _, Result};
 
 use crate::kernel;
-use crate::packages::Packages;
-use crate::process::{command_tied_to_parent, run};
+use crate::packages::FetchedPackages;
+use crate::process::{command_tied_to_parent, run_to_end};
 
 const DIRECTORY_MODE: u32 = 0o040_755;
 /// Mode of an executable file.
@@ -20,131 +20,133 @@ const OWNER_ONLY_MODE: u32 = 0o100_600;
 
 /// cpio archive to which files are added.
 #[derive(Default)]
-struct Archive {
+struct CpioArchive {
     bytes: Vec<u8>,
-    names: BTreeSet<String>,
+    entry_names: BTreeSet<String>,
 }
 
-impl Archive {
+impl CpioArchive {
     /// Adds a file and its parent folders; `name` has no leading slash. A second file with the same name is ignored.
-    fn add(&mut self, name: &str, mode: u32, content: &[u8]) {
+    fn add_with_parents(&mut self, name: &str, mode: u32, content: &[u8]) {
         if let Some((parent, _)) = name.rsplit_once('/') {
-            self.add(parent, DIRECTORY_MODE, &[]);
+            self.add_with_parents(parent, DIRECTORY_MODE, &[]);
         }
-        if self.names.insert(name.to_string()) {
-            self.entry(name, mode, content);
+        if self.entry_names.insert(name.to_string()) {
+            self.append_entry(name, mode, content);
         }
     }
 
-    fn entry(&mut self, name: &str, mode: u32, content: &[u8]) {
-        let inode = self.names.len() as u32;
-        let [size, name_size] = [content.len() as u32, name.len() as u32 + 1];
+    fn append_entry(&mut self, name: &str, mode: u32, content: &[u8]) {
+        let inode_number = self.entry_names.len() as u32;
+        let [content_size, name_size] = [content.len() as u32, name.len() as u32 + 1];
         self.bytes.extend_from_slice(b"070701");
         // inode, mode, user, group, links, time, size, device (2), device of a node (2), size of the name, checksum
-        for field in [inode, mode, 0, 0, 1, 0, size, 0, 0, 0, 0, name_size, 0] {
+        for field in [inode_number, mode, 0, 0, 1, 0, content_size, 0, 0, 0, 0, name_size, 0] {
             self.bytes.extend_from_slice(format!("{field:08x}").as_bytes());
         }
         self.bytes.extend_from_slice(name.as_bytes());
         self.bytes.push(0);
-        self.pad();
+        self.pad_to_alignment();
         self.bytes.extend_from_slice(content);
-        self.pad();
+        self.pad_to_alignment();
     }
 
-    fn pad(&mut self) {
+    fn pad_to_alignment(&mut self) {
         self.bytes.resize(self.bytes.len().next_multiple_of(4), 0);
     }
 
-    fn finish(mut self) -> Vec<u8> {
-        self.entry("TRAILER!!!", 0, &[]);
+    fn append_trailer(mut self) -> Vec<u8> {
+        self.append_entry("TRAILER!!!", 0, &[]);
         self.bytes
     }
 }
 
 /// Builds the file system of a guest: busybox, ethtool, the `coreward` binary with its libraries, the kernel modules
 /// and `files` (name without leading slash, content). Fails when a part is missing; the error names it.
-pub fn build(
-    packages: &Packages,
+pub fn build_guest_initrd(
+    packages: &FetchedPackages,
     kernel_folder: &Path,
     modules: &[&str],
     coreward: &Path,
     files: &[(&str, String)],
 ) -> Result<Vec<u8>> {
-    let mut archive = Archive::default();
+    let mut archive = CpioArchive::default();
     for folder in ["proc", "sys", "dev", "tmp", "run", "etc"] {
-        archive.add(folder, DIRECTORY_MODE, &[]);
+        archive.add_with_parents(folder, DIRECTORY_MODE, &[]);
     }
-    archive.add("init", EXECUTABLE_MODE, include_bytes!("../guest/init"));
-    archive.add("bin/busybox", EXECUTABLE_MODE, &read(&packages.busybox())?);
+    archive.add_with_parents("init", EXECUTABLE_MODE, include_bytes!("../guest/init"));
+    archive.add_with_parents("bin/busybox", EXECUTABLE_MODE, &read_file(&packages.busybox_path())?);
     add_modules(&mut archive, kernel_folder, modules)?;
     add_ethtool(&mut archive, packages)?;
-    add_coreward(&mut archive, coreward, &packages.stripped())?;
+    add_coreward(&mut archive, coreward, &packages.stripped_binary_path())?;
     for (name, content) in files {
-        archive.add(name, OWNER_ONLY_MODE, content.as_bytes());
+        archive.add_with_parents(name, OWNER_ONLY_MODE, content.as_bytes());
     }
-    Ok(archive.finish())
+    Ok(archive.append_trailer())
 }
 
 /// Builds an initial file system that loads the kernel modules, mounts the first disk, copies `files` onto it and
 /// starts its init. Fails when a part is missing; the error names it.
-pub fn build_for_disk(
-    packages: &Packages,
+pub fn build_disk_boot_initrd(
+    packages: &FetchedPackages,
     kernel_folder: &Path,
     modules: &[&str],
     files: &[(&str, u32, String)],
 ) -> Result<Vec<u8>> {
-    let mut archive = Archive::default();
+    let mut archive = CpioArchive::default();
     for folder in ["dev", "disk"] {
-        archive.add(folder, DIRECTORY_MODE, &[]);
+        archive.add_with_parents(folder, DIRECTORY_MODE, &[]);
     }
-    archive.add("init", EXECUTABLE_MODE, include_bytes!("../guest/init-disk"));
-    archive.add("bin/busybox", EXECUTABLE_MODE, &read(&packages.busybox())?);
+    archive.add_with_parents("init", EXECUTABLE_MODE, include_bytes!("../guest/init-disk"));
+    archive.add_with_parents("bin/busybox", EXECUTABLE_MODE, &read_file(&packages.busybox_path())?);
     add_modules(&mut archive, kernel_folder, modules)?;
     for (name, mode, content) in files {
-        archive.add(&format!("files/{name}"), *mode, content.as_bytes());
+        archive.add_with_parents(&format!("files/{name}"), *mode, content.as_bytes());
     }
-    Ok(archive.finish())
+    Ok(archive.append_trailer())
 }
 
 /// Adds the kernel modules and their dependencies, and the file `modules/order` with the order of loading.
-fn add_modules(archive: &mut Archive, kernel_folder: &Path, modules: &[&str]) -> Result<()> {
-    let mut order = String::new();
-    for (name, content) in kernel::load_order(kernel_folder, modules)? {
-        archive.add(&format!("modules/{name}.ko"), EXECUTABLE_MODE, &content);
-        order += &format!("{name}\n");
+fn add_modules(archive: &mut CpioArchive, kernel_folder: &Path, modules: &[&str]) -> Result<()> {
+    let mut loading_order = String::new();
+    for (name, content) in kernel::modules_in_load_order(kernel_folder, modules)? {
+        archive.add_with_parents(&format!("modules/{name}.ko"), EXECUTABLE_MODE, &content);
+        loading_order += &format!("{name}\n");
     }
-    archive.add("modules/order", EXECUTABLE_MODE, order.as_bytes());
+    archive.add_with_parents("modules/order", EXECUTABLE_MODE, loading_order.as_bytes());
     Ok(())
 }
 
 /// Adds ethtool and its libraries in a separate folder. It is from Debian's packages, and `coreward` from this machine
 /// has another C library.
-fn add_ethtool(archive: &mut Archive, packages: &Packages) -> Result<()> {
-    let (program, libraries) = packages.ethtool();
-    archive.add("ethtool/ethtool", EXECUTABLE_MODE, &read(&program)?);
+fn add_ethtool(archive: &mut CpioArchive, packages: &FetchedPackages) -> Result<()> {
+    let (program, libraries) = packages.ethtool_and_libraries();
+    archive.add_with_parents("ethtool/ethtool", EXECUTABLE_MODE, &read_file(&program)?);
     for library in libraries {
-        let name = library.file_name().context("a library has a name")?.to_string_lossy().into_owned();
-        archive.add(&format!("ethtool/{name}"), EXECUTABLE_MODE, &read(&library)?);
+        let file_name = library.file_name().context("a library has a name")?.to_string_lossy().into_owned();
+        archive.add_with_parents(&format!("ethtool/{file_name}"), EXECUTABLE_MODE, &read_file(&library)?);
     }
-    let wrapper = "#!/bin/sh\nexec /ethtool/ld-linux-x86-64.so.2 --library-path /ethtool /ethtool/ethtool \"$@\"\n";
-    archive.add("bin/ethtool", EXECUTABLE_MODE, wrapper.as_bytes());
+    let wrapper_script =
+        "#!/bin/sh\nexec /ethtool/ld-linux-x86-64.so.2 --library-path /ethtool /ethtool/ethtool \"$@\"\n";
+    archive.add_with_parents("bin/ethtool", EXECUTABLE_MODE, wrapper_script.as_bytes());
     Ok(())
 }
 
 /// Adds the `coreward` binary without its debug information (by way of the file `stripped`), and the libraries that
 /// `ldd` lists, at the same paths.
-fn add_coreward(archive: &mut Archive, coreward: &Path, stripped: &Path) -> Result<()> {
-    run(command_tied_to_parent("strip").arg("-o").arg(stripped).arg(coreward)).context("binutils' strip is needed")?;
-    archive.add("bin/coreward", EXECUTABLE_MODE, &read(stripped)?);
+fn add_coreward(archive: &mut CpioArchive, coreward: &Path, stripped: &Path) -> Result<()> {
+    run_to_end(command_tied_to_parent("strip").arg("-o").arg(stripped).arg(coreward))
+        .context("binutils' strip is needed")?;
+    archive.add_with_parents("bin/coreward", EXECUTABLE_MODE, &read_file(stripped)?);
     for word in
-        run(command_tied_to_parent("ldd").arg(coreward))?.split_whitespace().filter(|word| word.starts_with('/'))
+        run_to_end(command_tied_to_parent("ldd").arg(coreward))?.split_whitespace().filter(|word| word.starts_with('/'))
     {
-        archive.add(word.trim_start_matches('/'), EXECUTABLE_MODE, &read(Path::new(word))?);
+        archive.add_with_parents(word.trim_start_matches('/'), EXECUTABLE_MODE, &read_file(Path::new(word))?);
     }
     Ok(())
 }
 
-fn read(path: &Path) -> Result<Vec<u8>> {
+fn read_file(path: &Path) -> Result<Vec<u8>> {
     fs::read(path).with_context(|| format!("{} cannot be read", path.display()))
 }
 
@@ -153,15 +155,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn archive_has_folders_before_files_and_is_aligned() {
-        let mut archive = Archive::default();
-        archive.add("a/b/file", EXECUTABLE_MODE, b"12345");
-        archive.add("a/b/other", EXECUTABLE_MODE, b"");
-        let bytes = archive.finish();
-        let text = String::from_utf8_lossy(&bytes).into_owned();
-        let names: Vec<_> =
-            text.split("070701").skip(1).map(|entry| entry[104..].split('\0').next().unwrap()).collect();
-        assert_eq!(names, ["a", "a/b", "a/b/file", "a/b/other", "TRAILER!!!"]);
+    fn archive_has_folders_before_their_files_and_a_length_that_is_a_multiple_of_4() {
+        let mut archive = CpioArchive::default();
+        archive.add_with_parents("a/b/file", EXECUTABLE_MODE, b"12345");
+        archive.add_with_parents("a/b/other", EXECUTABLE_MODE, b"");
+        let bytes = archive.append_trailer();
+        let archive_text = String::from_utf8_lossy(&bytes).into_owned();
+        let entry_names: Vec<_> =
+            archive_text.split("070701").skip(1).map(|entry| entry[104..].split('\0').next().unwrap()).collect();
+        assert_eq!(entry_names, ["a", "a/b", "a/b/file", "a/b/other", "TRAILER!!!"]);
         assert_eq!(bytes.len() % 4, 0);
     }
 }

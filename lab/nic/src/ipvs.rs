@@ -6,13 +6,13 @@ use std::path::Path;
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-use crate::debian::{Debian, File};
+use crate::debian::{DebianMachine, NamedGuestFile};
 use crate::guest::Guest;
-use crate::packages::Packages;
-use crate::tally::Tally;
-use crate::units::{self, Check, SETTLE_TIMEOUT, apt, retry_until_ok, start_in};
+use crate::packages::FetchedPackages;
+use crate::tally::CheckTally;
+use crate::units::{self, GuestCheck, SETTLE_TIMEOUT, retry_until_ok, run_apt_get, start_in_namespace};
 
-const NAME: &str = "Debian with IPVS";
+const GUEST_NAME: &str = "Debian with IPVS";
 /// Number of connections in each group of connections that are held open.
 const OPEN_CONNECTION_COUNT: usize = 12;
 
@@ -151,8 +151,8 @@ fn nginx_config(server: &str) -> String {
     )
 }
 
-fn files() -> Vec<File> {
-    let fixed = [
+fn guest_files() -> Vec<NamedGuestFile> {
+    let constant_files = [
         ("etc/test-network", NETWORK_SCRIPT),
         ("etc/test-hold", HOLD_SCRIPT),
         ("etc/test-diagnosis", DIAGNOSIS_SCRIPT),
@@ -164,153 +164,171 @@ fn files() -> Vec<File> {
         ("etc/coreward/lb.toml", LB_CONFIG),
     ]
     .map(|(path, content)| (path, content.to_owned()));
-    let of_servers = [
+    let server_files = [
         ("etc/coreward/s1.toml", agent_config("s1")),
         ("etc/coreward/s2.toml", agent_config("s2")),
         ("etc/test-nginx-s1", nginx_config("s1")),
         ("etc/test-nginx-s2", nginx_config("s2")),
     ];
-    fixed.into_iter().chain(of_servers).collect()
+    constant_files.into_iter().chain(server_files).collect()
 }
 
 /// Checks migration with the packages in the directory `old` of `debs`; with a `command`, only runs this.
 ///
 /// # Errors
 /// When the guest does not boot.
-pub fn check(packages: &Packages, cache: &Path, debs: &Path, command: Option<&str>, tally: &mut Tally) -> Result<()> {
-    let debian = Debian::new(packages, cache, "ipvs", &files(), debs)?;
-    units::check_namespaces(NAME, &debian, &CHECKS, command, tally)
+pub fn check_migration_from_ipvs(
+    packages: &FetchedPackages,
+    cache: &Path,
+    debs: &Path,
+    command: Option<&str>,
+    tally: &mut CheckTally,
+) -> Result<()> {
+    let debian = DebianMachine::new(packages, cache, "ipvs", &guest_files(), debs)?;
+    units::check_in_namespaces(GUEST_NAME, &debian, &MIGRATION_CHECKS, command, tally)
 }
 
 /// Checks and their names. Each check continues where the previous one ended.
-const CHECKS: [(&str, Check); 4] = [
-    ("keepalived's virtual server balances", balance),
-    ("coreward adopts the pool, and no connection breaks", check_migration),
-    ("coreward hands the pool back, and no connection breaks", hand_back),
-    ("coreward is removed, and no connection breaks", remove),
+const MIGRATION_CHECKS: [(&str, GuestCheck); 4] = [
+    ("keepalived's virtual server balances", check_keepalived),
+    ("coreward adopts the pool, and no connection breaks", check_adoption),
+    ("coreward hands the pool back, and no connection breaks", check_hand_back),
+    ("coreward is removed, and no connection breaks", check_removal),
 ];
 
 /// Opens a group of connections, and waits until all of them are open.
-fn open(guest: &mut Guest, group: &str) -> Result<()> {
-    start_in(
+fn open_connections(guest: &mut Guest, group: &str) -> Result<()> {
+    start_in_namespace(
         guest,
         &format!("test-{group}"),
         "client",
         &format!("bash /etc/test-hold {group} {OPEN_CONNECTION_COUNT}"),
     )?;
-    let ready = format!("test -p /run/test-{group}.out");
-    retry_until_ok(SETTLE_TIMEOUT, || guest.run(&ready)).with_context(|| format!("connections {group}")).map(drop)
+    let readiness_command = format!("test -p /run/test-{group}.out");
+    retry_until_ok(SETTLE_TIMEOUT, || guest.run_successfully(&readiness_command))
+        .with_context(|| format!("connections {group}"))
+        .map(drop)
 }
 
 /// Fails when a connection of the groups was broken, or a new connection failed. Returns the time of the slowest answer
 /// in ms.
-fn check_connections(guest: &mut Guest, groups: &[&str]) -> Result<u64> {
-    let mut slowest_of_all = 0;
+fn check_held_connections(guest: &mut Guest, groups: &[&str]) -> Result<u64> {
+    let mut slowest_ms = 0;
     for group in groups {
         let command = format!("sh -c 'echo > /run/test-{group}.in; cat /run/test-{group}.out'");
-        let (_, broken) = guest.try_run(&command, SETTLE_TIMEOUT)?;
-        let (slowest, broken) = broken.trim().split_once(' ').context(broken.clone())?;
+        let (_, check_output) = guest.try_run(&command, SETTLE_TIMEOUT)?;
+        let (slowest, broken) = check_output.trim().split_once(' ').context(check_output.clone())?;
         if broken != "none" {
-            println!("{}", guest.run("cat /run/test-diagnosis")?);
+            println!("{}", guest.run_successfully("cat /run/test-diagnosis")?);
             bail!("of connections {group} (number:server:answered by): {broken}; the slowest answer took {slowest} ms");
         }
-        slowest_of_all = slowest_of_all.max(slowest.parse()?);
+        slowest_ms = slowest_ms.max(slowest.parse()?);
     }
-    let failed = guest.run("grep -c failed /run/test-load || true")?;
-    ensure!(failed.trim() == "0", "{} new connections failed", failed.trim());
-    Ok(slowest_of_all)
+    let failed_count = guest.run_successfully("grep -c failed /run/test-load || true")?;
+    ensure!(failed_count.trim() == "0", "{} new connections failed", failed_count.trim());
+    Ok(slowest_ms)
 }
 
-fn summary(guest: &mut Guest, groups: &[&str]) -> Result<String> {
-    let slowest = check_connections(guest, groups)?;
-    let served = guest.run("grep -c served /run/test-load")?;
-    let held = groups.len() * OPEN_CONNECTION_COUNT;
-    Ok(format!("0 broken of {held} held connections (slowest answer {slowest} ms) and {} new ones", served.trim()))
+fn check_and_summarize(guest: &mut Guest, groups: &[&str]) -> Result<String> {
+    let slowest_ms = check_held_connections(guest, groups)?;
+    let served_count = guest.run_successfully("grep -c served /run/test-load")?;
+    let held_count = groups.len() * OPEN_CONNECTION_COUNT;
+    Ok(format!(
+        "0 broken of {held_count} held connections (slowest answer {slowest_ms} ms) and {} new ones",
+        served_count.trim()
+    ))
 }
 
-fn check_status_has(guest: &mut Guest, pattern: &str) -> Result<()> {
-    guest.run(&format!("ip netns exec controller coreward status | grep -qE '{pattern}'")).map(drop)
+fn expect_in_status(guest: &mut Guest, pattern: &str) -> Result<()> {
+    guest.run_successfully(&format!("ip netns exec controller coreward status | grep -qE '{pattern}'")).map(drop)
 }
 
-fn balance(guest: &mut Guest) -> Result<String> {
+fn check_keepalived(guest: &mut Guest) -> Result<String> {
     for server in ["s1", "s2"] {
         let command = format!("nginx -c /etc/test-nginx-{server} -g 'daemon off;'").replace('\'', "\"");
-        start_in(guest, &format!("test-nginx-{server}"), server, &command)?;
+        start_in_namespace(guest, &format!("test-nginx-{server}"), server, &command)?;
     }
-    start_in(guest, "test-keepalived", "director", "keepalived -n -C -l -f /etc/keepalived/test.conf")?;
-    let request = "ip netns exec client timeout 10 bash /etc/test-request 80";
-    retry_until_ok(SETTLE_TIMEOUT, || guest.run(request))?;
-    start_in(guest, "test-dump", "switch", "tcpdump -U -i any -s 120 -w /run/test.pcap port 80")?;
-    start_in(guest, "test-load", "client", "bash /etc/test-load")?;
-    open(guest, "oldest")?;
-    let table = guest.run("ip netns exec director ipvsadm -Ln")?;
-    ensure!(table.contains("10.2.0.11:80") && table.contains("10.2.0.12:80"), "ipvsadm: {table}");
-    summary(guest, &["oldest"])
+    start_in_namespace(guest, "test-keepalived", "director", "keepalived -n -C -l -f /etc/keepalived/test.conf")?;
+    let request_command = "ip netns exec client timeout 10 bash /etc/test-request 80";
+    retry_until_ok(SETTLE_TIMEOUT, || guest.run_successfully(request_command))?;
+    start_in_namespace(guest, "test-dump", "switch", "tcpdump -U -i any -s 120 -w /run/test.pcap port 80")?;
+    start_in_namespace(guest, "test-load", "client", "bash /etc/test-load")?;
+    open_connections(guest, "oldest")?;
+    let ipvs_table = guest.run_successfully("ip netns exec director ipvsadm -Ln")?;
+    ensure!(ipvs_table.contains("10.2.0.11:80") && ipvs_table.contains("10.2.0.12:80"), "ipvsadm: {ipvs_table}");
+    check_and_summarize(guest, &["oldest"])
 }
 
-fn check_migration(guest: &mut Guest) -> Result<String> {
-    apt(guest, "install /root/debs/old/coreward_*.deb")?;
-    start_in(guest, "coreward-controller", "controller", "coreward controller --config /etc/coreward/controller.toml")?;
+fn check_adoption(guest: &mut Guest) -> Result<String> {
+    run_apt_get(guest, "install /root/debs/old/coreward_*.deb")?;
+    start_in_namespace(
+        guest,
+        "coreward-controller",
+        "controller",
+        "coreward controller --config /etc/coreward/controller.toml",
+    )?;
     for server in ["s1", "s2"] {
         let command = format!("coreward agent --config /etc/coreward/{server}.toml");
-        start_in(guest, &format!("coreward-{server}"), server, &command)?;
+        start_in_namespace(guest, &format!("coreward-{server}"), server, &command)?;
     }
     for server in ["s1", "s2"] {
-        retry_until_ok(SETTLE_TIMEOUT, || check_status_has(guest, &format!("{server} .*active")))?;
+        retry_until_ok(SETTLE_TIMEOUT, || expect_in_status(guest, &format!("{server} .*active")))?;
         wait_for_timestamps(guest, server, "2")?;
     }
-    check_connections(guest, &["oldest"]).context("after the agents' start")?;
-    open(guest, "older")?;
-    start_in(guest, "coreward-lb", "lb", "coreward lb --config /etc/coreward/lb.toml")?;
-    let ready = "ip netns exec controller coreward status | sed -n '/^load balancer lb1: XDP/,/^$/p' > /run/status; \
+    check_held_connections(guest, &["oldest"]).context("after the agents' start")?;
+    open_connections(guest, "older")?;
+    start_in_namespace(guest, "coreward-lb", "lb", "coreward lb --config /etc/coreward/lb.toml")?;
+    let readiness_command = "ip netns exec controller coreward status | sed -n '/^load balancer lb1: XDP/,/^$/p' > \
+                             /run/status; \
                  grep -q '^  tables     web ' /run/status && ! grep '^  !' /run/status";
-    retry_until_ok(SETTLE_TIMEOUT, || guest.run(ready)).with_context(|| status_output(guest))?;
-    guest.run("ip -n client route replace 10.200.0.1 via 10.2.0.1")?;
-    check_connections(guest, &["oldest", "older"]).context("after the VIP's move")?;
-    open(guest, "ours")?;
-    retry_until_ok(SETTLE_TIMEOUT, || check_status_has(guest, "to_other_balancer [1-9]"))
-        .with_context(|| status_output(guest))?;
-    summary(guest, &["oldest", "older", "ours"])
+    retry_until_ok(SETTLE_TIMEOUT, || guest.run_successfully(readiness_command))
+        .with_context(|| status_for_messages(guest))?;
+    guest.run_successfully("ip -n client route replace 10.200.0.1 via 10.2.0.1")?;
+    check_held_connections(guest, &["oldest", "older"]).context("after the VIP's move")?;
+    open_connections(guest, "ours")?;
+    retry_until_ok(SETTLE_TIMEOUT, || expect_in_status(guest, "to_other_balancer [1-9]"))
+        .with_context(|| status_for_messages(guest))?;
+    check_and_summarize(guest, &["oldest", "older", "ours"])
 }
 
 /// Returns the output of `coreward status` or the error, for messages.
-fn status_output(guest: &mut Guest) -> String {
-    guest.run("ip netns exec controller coreward status").unwrap_or_else(|error| format!("{error:#}"))
+fn status_for_messages(guest: &mut Guest) -> String {
+    guest.run_successfully("ip netns exec controller coreward status").unwrap_or_else(|error| format!("{error:#}"))
 }
 
 /// Waits until the setting net.ipv4.tcp_timestamps of a server has this value.
 fn wait_for_timestamps(guest: &mut Guest, server: &str, value: &str) -> Result<()> {
-    let found = format!("ip netns exec {server} sysctl -n net.ipv4.tcp_timestamps");
-    retry_until_ok(SETTLE_TIMEOUT, || match guest.run(&found)?.trim() {
+    let read_command = format!("ip netns exec {server} sysctl -n net.ipv4.tcp_timestamps");
+    retry_until_ok(SETTLE_TIMEOUT, || match guest.run_successfully(&read_command)?.trim() {
         found if found == value => Ok(()),
         found => bail!("net.ipv4.tcp_timestamps of {server} is {found}, expected {value}"),
     })
 }
 
-fn hand_back(guest: &mut Guest) -> Result<String> {
-    guest.run(
+fn check_hand_back(guest: &mut Guest) -> Result<String> {
+    guest.run_successfully(
         "sed -i s/migrate_from/migrate_to/ /etc/coreward/fleet.toml && systemctl kill -s HUP coreward-controller",
     )?;
     for server in ["s1", "s2"] {
         wait_for_timestamps(guest, server, "1")?;
     }
-    check_connections(guest, &["oldest", "older", "ours"]).context("after `migrate_to`")?;
-    open(guest, "newest")?;
-    check_connections(guest, &["oldest", "older", "ours", "newest"])?;
+    check_held_connections(guest, &["oldest", "older", "ours"]).context("after `migrate_to`")?;
+    open_connections(guest, "newest")?;
+    check_held_connections(guest, &["oldest", "older", "ours", "newest"])?;
     // Connections that coreward opened end before the VIP moves.
-    guest.run("systemctl stop test-ours")?;
-    guest.run("ip -n client route replace 10.200.0.1 via 10.2.0.5")?;
-    summary(guest, &["oldest", "older", "newest"])
+    guest.run_successfully("systemctl stop test-ours")?;
+    guest.run_successfully("ip -n client route replace 10.200.0.1 via 10.2.0.5")?;
+    check_and_summarize(guest, &["oldest", "older", "newest"])
 }
 
-fn remove(guest: &mut Guest) -> Result<String> {
+fn check_removal(guest: &mut Guest) -> Result<String> {
     // Stamped connections end before the agents detach.
-    guest.run("systemctl stop test-older coreward-lb coreward-s1 coreward-s2 coreward-controller")?;
-    guest.run("nsenter --net=/run/netns/lb coreward lb --config /etc/coreward/lb.toml --detach")?;
+    guest.run_successfully("systemctl stop test-older coreward-lb coreward-s1 coreward-s2 coreward-controller")?;
+    guest.run_successfully("nsenter --net=/run/netns/lb coreward lb --config /etc/coreward/lb.toml --detach")?;
     for server in ["s1", "s2"] {
-        guest.run(&format!(
+        guest.run_successfully(&format!(
             "nsenter --net=/run/netns/{server} coreward agent --config /etc/coreward/{server}.toml --detach"
         ))?;
     }
-    summary(guest, &["oldest", "newest"])
+    check_and_summarize(guest, &["oldest", "newest"])
 }

@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 
-use crate::process::{command_tied_to_parent, run};
+use crate::process::{command_tied_to_parent, run_to_end};
 
 /// Kernel modules that guests load, without their dependencies. Some of them are built into Debian's kernels.
-pub const MODULES: [&str; 19] = [
+pub const GUEST_MODULES: [&str; 19] = [
     "virtio_pci",
     "virtio_net",
     "igb",
@@ -34,60 +34,62 @@ pub const MODULES: [&str; 19] = [
 
 /// Extracts the image and the needed modules of a kernel package into `folder`. Fails when the package lacks one of
 /// them.
-pub fn extract(archive: &Path, folder: &Path, busybox: &Path) -> Result<()> {
-    let unpacked = folder.join("unpacked");
+pub fn extract_kernel(archive: &Path, folder: &Path, busybox: &Path) -> Result<()> {
+    let unpacked_package = folder.join("unpacked");
     fs::create_dir_all(folder.join("modules"))?;
-    run(command_tied_to_parent("dpkg").arg("-x").arg(archive).arg(&unpacked))?;
-    let images = fs::read_dir(unpacked.join("boot"))?.collect::<std::io::Result<Vec<_>>>()?;
-    let image = images.iter().map(fs::DirEntry::path).find(|path| path.display().to_string().contains("/vmlinuz-"));
-    fs::rename(image.with_context(|| format!("no vmlinuz in {}", archive.display()))?, folder.join("vmlinuz"))?;
-    let mut found = BTreeMap::new();
-    let mut built_in = String::new();
-    list_modules(&unpacked.join("lib/modules"), &mut found, &mut built_in)?;
-    let mut missing: Vec<String> = MODULES.map(str::to_string).to_vec();
-    while let Some(name) = missing.pop() {
-        let target = folder.join("modules").join(format!("{name}.ko"));
-        if target.exists() || is_built_in(&built_in, &name) {
+    run_to_end(command_tied_to_parent("dpkg").arg("-x").arg(archive).arg(&unpacked_package))?;
+    let boot_files = fs::read_dir(unpacked_package.join("boot"))?.collect::<std::io::Result<Vec<_>>>()?;
+    let image_path =
+        boot_files.iter().map(fs::DirEntry::path).find(|path| path.display().to_string().contains("/vmlinuz-"));
+    fs::rename(image_path.with_context(|| format!("no vmlinuz in {}", archive.display()))?, folder.join("vmlinuz"))?;
+    let mut module_paths = BTreeMap::new();
+    let mut built_in_list = String::new();
+    collect_modules(&unpacked_package.join("lib/modules"), &mut module_paths, &mut built_in_list)?;
+    let mut missing_modules: Vec<String> = GUEST_MODULES.map(str::to_string).to_vec();
+    while let Some(name) = missing_modules.pop() {
+        let target_path = folder.join("modules").join(format!("{name}.ko"));
+        if target_path.exists() || is_built_in(&built_in_list, &name) {
             continue;
         }
-        let path = found.get(&name).with_context(|| format!("no module {name} in {}", archive.display()))?;
-        fs::write(&target, read_module(path, busybox)?)?;
-        missing.extend(dependencies(&fs::read(&target)?));
+        let module_path =
+            module_paths.get(&name).with_context(|| format!("no module {name} in {}", archive.display()))?;
+        fs::write(&target_path, read_uncompressed_module(module_path, busybox)?)?;
+        missing_modules.extend(module_dependencies(&fs::read(&target_path)?));
     }
-    fs::remove_dir_all(unpacked)?;
+    fs::remove_dir_all(unpacked_package)?;
     Ok(())
 }
 
 /// Returns names and contents of these modules and their dependencies, in the order of loading. Fails on read errors.
-pub fn load_order(folder: &Path, names: &[&str]) -> Result<Vec<(String, Vec<u8>)>> {
-    let mut order: Vec<(String, Vec<u8>)> = Vec::new();
+pub fn modules_in_load_order(folder: &Path, names: &[&str]) -> Result<Vec<(String, Vec<u8>)>> {
+    let mut loaded_modules: Vec<(String, Vec<u8>)> = Vec::new();
     for name in names {
-        add_with_dependencies(folder, name, &mut order)?;
+        add_with_dependencies(folder, name, &mut loaded_modules)?;
     }
-    Ok(order)
+    Ok(loaded_modules)
 }
 
 fn add_with_dependencies(folder: &Path, name: &str, order: &mut Vec<(String, Vec<u8>)>) -> Result<()> {
-    let path = folder.join("modules").join(format!("{name}.ko"));
+    let module_path = folder.join("modules").join(format!("{name}.ko"));
     // A module without an extracted file is built into the kernel.
-    if order.iter().any(|(present, _)| present == name) || !path.exists() {
+    if order.iter().any(|(present, _)| present == name) || !module_path.exists() {
         return Ok(());
     }
-    let content = fs::read(&path)?;
-    for dependency in dependencies(&content) {
+    let module_bytes = fs::read(&module_path)?;
+    for dependency in module_dependencies(&module_bytes) {
         add_with_dependencies(folder, &dependency, order)?;
     }
-    order.push((name.to_string(), content));
+    order.push((name.to_string(), module_bytes));
     Ok(())
 }
 
 /// Adds the paths of all modules below `folder` by name (with underscores), and the contents of `modules.builtin`.
-fn list_modules(folder: &Path, found: &mut BTreeMap<String, PathBuf>, built_in: &mut String) -> Result<()> {
+fn collect_modules(folder: &Path, found: &mut BTreeMap<String, PathBuf>, built_in: &mut String) -> Result<()> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;
         let name = entry.file_name().to_string_lossy().into_owned();
         if entry.file_type()?.is_dir() {
-            list_modules(&entry.path(), found, built_in)?;
+            collect_modules(&entry.path(), found, built_in)?;
         } else if name == "modules.builtin" {
             built_in.push_str(&fs::read_to_string(entry.path())?);
         } else if let Some((stem, "" | ".xz")) = name.split_once(".ko") {
@@ -103,7 +105,7 @@ fn is_built_in(list: &str, name: &str) -> bool {
         .any(|stem| stem.replace('-', "_") == name)
 }
 
-fn read_module(path: &Path, busybox: &Path) -> Result<Vec<u8>> {
+fn read_uncompressed_module(path: &Path, busybox: &Path) -> Result<Vec<u8>> {
     if path.extension().is_some_and(|extension| extension == "ko") {
         return Ok(fs::read(path)?);
     }
@@ -113,12 +115,15 @@ fn read_module(path: &Path, busybox: &Path) -> Result<Vec<u8>> {
 }
 
 /// Returns the names of a module's dependencies, from the line `depends=a,b` of modpost in its section .modinfo.
-fn dependencies(module: &[u8]) -> Vec<String> {
-    const TAG: &[u8] = b"\0depends=";
-    let Some(at) = module.windows(TAG.len()).position(|window| window == TAG) else { return Vec::new() };
-    let rest = &module[at + TAG.len()..];
-    let value = String::from_utf8_lossy(&rest[..rest.iter().position(|byte| *byte == 0).unwrap_or(0)]).into_owned();
-    value.split(',').filter(|name| !name.is_empty()).map(|name| name.replace('-', "_")).collect()
+fn module_dependencies(module: &[u8]) -> Vec<String> {
+    const DEPENDS_TAG: &[u8] = b"\0depends=";
+    let Some(tag_offset) = module.windows(DEPENDS_TAG.len()).position(|window| window == DEPENDS_TAG) else {
+        return Vec::new();
+    };
+    let after_tag = &module[tag_offset + DEPENDS_TAG.len()..];
+    let dependency_list =
+        String::from_utf8_lossy(&after_tag[..after_tag.iter().position(|byte| *byte == 0).unwrap_or(0)]).into_owned();
+    dependency_list.split(',').filter(|name| !name.is_empty()).map(|name| name.replace('-', "_")).collect()
 }
 
 #[cfg(test)]
@@ -126,16 +131,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn dependencies_are_read_from_modinfo() {
-        assert_eq!(dependencies(b"\x7fELF\0license=GPL\0depends=dca,i2c-algo-bit\0x"), ["dca", "i2c_algo_bit"]);
-        assert!(dependencies(b"\0depends=\0").is_empty());
-        assert!(dependencies(b"\x7fELF").is_empty());
+    fn module_dependencies_are_parsed_from_the_modinfo_section() {
+        assert_eq!(module_dependencies(b"\x7fELF\0license=GPL\0depends=dca,i2c-algo-bit\0x"), ["dca", "i2c_algo_bit"]);
+        assert!(module_dependencies(b"\0depends=\0").is_empty());
+        assert!(module_dependencies(b"\x7fELF").is_empty());
     }
 
     #[test]
-    fn built_in_names_match_whole() {
-        let list = "kernel/drivers/virtio/virtio_pci.ko\nkernel/drivers/dca/dca-core.ko\n";
-        assert!(is_built_in(list, "virtio_pci") && is_built_in(list, "dca_core"));
-        assert!(!is_built_in(list, "pci"));
+    fn only_whole_module_names_are_found_among_built_in_modules() {
+        let built_in_list = "kernel/drivers/virtio/virtio_pci.ko\nkernel/drivers/dca/dca-core.ko\n";
+        assert!(is_built_in(built_in_list, "virtio_pci") && is_built_in(built_in_list, "dca_core"));
+        assert!(!is_built_in(built_in_list, "pci"));
     }
 }

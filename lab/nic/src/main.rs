@@ -39,9 +39,9 @@ use clap::Parser;
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 
-use crate::cases::{CASES, GuestFiles};
-use crate::packages::Packages;
-use crate::tally::Tally;
+use crate::cases::{GUEST_CASES, TestFiles};
+use crate::packages::FetchedPackages;
+use crate::tally::CheckTally;
 
 /// Checks the agent against real NIC drivers in QEMU guests.
 #[derive(Parser)]
@@ -65,47 +65,47 @@ struct Arguments {
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    let mut tally = Tally::default();
-    if let Some(debs) = &arguments.units {
-        check_units(&arguments, debs, &mut tally);
-        return tally.finish();
+    let mut tally = CheckTally::default();
+    if let Some(package_directory) = &arguments.units {
+        check_debian_guests(&arguments, package_directory, &mut tally);
+        return tally.print_summary();
     }
-    let cases = CASES.iter().filter(|case| case.is_selected(&arguments.only));
-    match prepare(&arguments) {
+    let cases = GUEST_CASES.iter().filter(|case| case.is_selected(&arguments.only));
+    match prepare_test_files(&arguments) {
         Err(missing) => {
             println!("No guest can be booted here: {missing:#}");
-            cases.for_each(|case| tally.skip(&case.name(), "no guest"));
+            cases.for_each(|case| tally.record_skipped(&case.name(), "no guest"));
         }
         Ok((parts, _lock)) => {
             for case in cases {
-                if let Err(error) = case.run(&parts, arguments.run.as_deref(), &mut tally) {
-                    tally.check(&case.name(), Err(error));
+                if let Err(error) = case.boot_and_check(&parts, arguments.run.as_deref(), &mut tally) {
+                    tally.record_result(&case.name(), Err(error));
                 }
             }
         }
     }
-    tally.finish()
+    tally.print_summary()
 }
 
-type DebianCheck = fn(&Packages, &Path, &Path, Option<&str>, &mut Tally) -> Result<()>;
+type CheckDebianGuest = fn(&FetchedPackages, &Path, &Path, Option<&str>, &mut CheckTally) -> Result<()>;
 
 /// Names of the guests with Debian, and functions that make their checks.
-const DEBIAN_CASES: [(&str, DebianCheck); 3] = [
-    ("Debian with systemd", units::check),
-    ("Debian with IPVS", ipvs::check),
-    ("Debian with bonds, VLANs and tunnels", networks::check),
+const DEBIAN_GUESTS: [(&str, CheckDebianGuest); 3] = [
+    ("Debian with systemd", units::check_packages),
+    ("Debian with IPVS", ipvs::check_migration_from_ipvs),
+    ("Debian with bonds, VLANs and tunnels", networks::check_networks),
 ];
 
-fn check_units(arguments: &Arguments, debs: &Path, tally: &mut Tally) {
-    match prepare(arguments) {
+fn check_debian_guests(arguments: &Arguments, debs: &Path, tally: &mut CheckTally) {
+    match prepare_test_files(arguments) {
         Err(missing) => {
-            DEBIAN_CASES.iter().for_each(|(name, _)| tally.skip(name, &format!("{missing:#}")));
+            DEBIAN_GUESTS.iter().for_each(|(name, _)| tally.record_skipped(name, &format!("{missing:#}")));
         }
         Ok((parts, _lock)) => {
             let command = arguments.run.as_deref();
-            for (name, check) in DEBIAN_CASES.iter().filter(|(name, _)| name.contains(&arguments.only)) {
-                let checked = check(&parts.packages, &parts.logs, debs, command, tally);
-                checked.unwrap_or_else(|error| tally.check(name, Err(error)));
+            for (name, check) in DEBIAN_GUESTS.iter().filter(|(name, _)| name.contains(&arguments.only)) {
+                let check_result = check(&parts.packages, &parts.log_directory, debs, command, tally);
+                check_result.unwrap_or_else(|error| tally.record_result(name, Err(error)));
             }
         }
     }
@@ -113,7 +113,7 @@ fn check_units(arguments: &Arguments, debs: &Path, tally: &mut Tally) {
 
 /// Returns the files that guests need, and a lock that prevents a second run with the same directory. Fails with one
 /// sentence about the missing part.
-fn prepare(arguments: &Arguments) -> Result<(GuestFiles, Flock<fs::File>)> {
+fn prepare_test_files(arguments: &Arguments) -> Result<(TestFiles, Flock<fs::File>)> {
     if !nix::unistd::geteuid().is_root() {
         bail!("root is needed for a network namespace and a tap");
     }
@@ -122,24 +122,29 @@ fn prepare(arguments: &Arguments) -> Result<(GuestFiles, Flock<fs::File>)> {
     }
     fs::metadata("/dev/net/tun").context("/dev/net/tun is needed")?;
     fs::create_dir_all(&arguments.cache).with_context(|| arguments.cache.display().to_string())?;
-    let cache = arguments.cache.canonicalize()?;
-    let lock = lock(&cache.join("lock"))?;
-    let packages = Packages::fetch(&cache.join("packages"))?;
+    let cache_directory = arguments.cache.canonicalize()?;
+    let directory_lock = lock_exclusively(&cache_directory.join("lock"))?;
+    let packages = FetchedPackages::load_or_fetch(&cache_directory.join("packages"))?;
     // A guest with systemd has its network inside, and its root file system is fetched later.
     if arguments.units.is_none() {
-        wire::enter_namespace()?;
+        wire::enter_network_namespace()?;
     }
-    Ok((GuestFiles { packages, coreward: arguments.coreward.clone(), logs: cache }, lock))
+    Ok((
+        TestFiles { packages, coreward_binary: arguments.coreward.clone(), log_directory: cache_directory },
+        directory_lock,
+    ))
 }
 
 /// Returns an exclusive lock on a file, which ends with this process, however it ends. Waits while another run has it.
-fn lock(path: &Path) -> Result<Flock<fs::File>> {
-    let file = fs::File::create(path)?;
-    let busy = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+fn lock_exclusively(path: &Path) -> Result<Flock<fs::File>> {
+    let lock_file = fs::File::create(path)?;
+    let busy_file = match Flock::lock(lock_file, FlockArg::LockExclusiveNonblock) {
         Ok(lock) => return Ok(lock),
         Err((file, Errno::EWOULDBLOCK)) => file,
         Err((_, error)) => return Err(error).with_context(|| path.display().to_string()),
     };
     println!("another run is at work: waiting for its end");
-    Flock::lock(busy, FlockArg::LockExclusive).map_err(|(_, error)| error).with_context(|| path.display().to_string())
+    Flock::lock(busy_file, FlockArg::LockExclusive)
+        .map_err(|(_, error)| error)
+        .with_context(|| path.display().to_string())
 }

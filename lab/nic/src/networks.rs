@@ -6,15 +6,15 @@ use std::path::Path;
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-use crate::debian::{Debian, File};
+use crate::debian::{DebianMachine, NamedGuestFile};
 use crate::guest::Guest;
-use crate::packages::Packages;
-use crate::tally::Tally;
-use crate::units::{self, Check, SETTLE_TIMEOUT, apt, retry_until_ok};
+use crate::packages::FetchedPackages;
+use crate::tally::CheckTally;
+use crate::units::{self, GuestCheck, SETTLE_TIMEOUT, retry_until_ok, run_apt_get};
 
-const NAME: &str = "Debian with bonds, VLANs and tunnels";
+const GUEST_NAME: &str = "Debian with bonds, VLANs and tunnels";
 /// Number of connections that are opened in each check.
-const REQUEST_COUNT: usize = 20;
+const CONNECTION_COUNT: usize = 20;
 
 /// Script that sets up the network. s1 and second devices of client and controller are in VLAN 20. s2 decapsulates by
 /// devices of its kernel.
@@ -149,7 +149,7 @@ done
 echo $line
 ";
 
-fn files() -> Vec<File> {
+fn guest_files() -> Vec<NamedGuestFile> {
     [
         ("etc/test-network", NETWORK_SCRIPT.to_owned()),
         ("etc/test-request", REQUEST_SCRIPT.to_owned()),
@@ -167,76 +167,82 @@ fn files() -> Vec<File> {
 ///
 /// # Errors
 /// When the guest does not boot.
-pub fn check(packages: &Packages, cache: &Path, debs: &Path, command: Option<&str>, tally: &mut Tally) -> Result<()> {
-    let debian = Debian::new(packages, cache, "networks", &files(), debs)?;
-    units::check_namespaces(NAME, &debian, &CHECKS, command, tally)
+pub fn check_networks(
+    packages: &FetchedPackages,
+    cache: &Path,
+    debs: &Path,
+    command: Option<&str>,
+    tally: &mut CheckTally,
+) -> Result<()> {
+    let debian = DebianMachine::new(packages, cache, "networks", &guest_files(), debs)?;
+    units::check_in_namespaces(GUEST_NAME, &debian, &NETWORK_CHECKS, command, tally)
 }
 
 /// Checks and their names. Each check continues where the previous one ended.
-const CHECKS: [(&str, Check); 5] = [
-    ("the daemons start, with native XDP on a bond by LACP", start),
-    ("a server with a VLAN device serves, and stamps its packets", check_tagged),
+const NETWORK_CHECKS: [(&str, GuestCheck); 5] = [
+    ("the daemons start, with native XDP on a bond by LACP", start_daemons),
+    ("a server with a VLAN device serves, and stamps its packets", check_vlan_server),
     ("the kernel's ipip device decapsulates", check_ipip),
     ("the kernel's fou port decapsulates", check_gue),
-    ("a link of the bond fails, and the other one serves", fail_link),
+    ("a link of the bond fails, and the other one serves", check_link_failures),
 ];
 
-fn start(guest: &mut Guest) -> Result<String> {
-    apt(guest, "install /root/debs/old/coreward_*.deb")?;
+fn start_daemons(guest: &mut Guest) -> Result<String> {
+    run_apt_get(guest, "install /root/debs/old/coreward_*.deb")?;
     let daemons = [
         ("controller", "controller", "coreward controller --config /etc/coreward/controller.toml"),
         ("lb", "lb", "coreward lb --config /etc/coreward/lb.toml"),
         ("s1", "s1", "coreward agent --config /etc/coreward/s1.toml"),
     ];
     for (unit, host, command) in daemons {
-        units::start_in(guest, &format!("coreward-{unit}"), host, command)?;
+        units::start_in_namespace(guest, &format!("coreward-{unit}"), host, command)?;
     }
     for server in ["s1", "s2"] {
         let command = format!("nginx -c /etc/test-nginx-{server} -g \"daemon off;\"");
-        units::start_in(guest, &format!("test-nginx-{server}"), server, &command)?;
+        units::start_in_namespace(guest, &format!("test-nginx-{server}"), server, &command)?;
     }
     retry_until_ok(SETTLE_TIMEOUT, || {
-        let status = status(guest)?;
-        let balancer = status.split("\n\n").find(|part| part.starts_with("load balancer lb1: XDP native"));
+        let status = fleet_status(guest)?;
+        let lb_status = status.split("\n\n").find(|part| part.starts_with("load balancer lb1: XDP native"));
         let is_ready = |balancer: &str| !balancer.contains("  ! ") && balancer.contains(", tagged ");
-        ensure!(balancer.is_some_and(is_ready), "{status}");
+        ensure!(lb_status.is_some_and(is_ready), "{status}");
         Ok(())
     })?;
-    let bond = guest.run("ip netns exec lb cat /proc/net/bonding/bond0")?;
-    let ports = bond.lines().find_map(|line| line.trim().strip_prefix("Number of ports: "));
-    ensure!(ports == Some("2"), "LACP has not aggregated both links: {bond}");
+    let bond_status = guest.run_successfully("ip netns exec lb cat /proc/net/bonding/bond0")?;
+    let port_count = bond_status.lines().find_map(|line| line.trim().strip_prefix("Number of ports: "));
+    ensure!(port_count == Some("2"), "LACP has not aggregated both links: {bond_status}");
     Ok("2 links aggregated".to_owned())
 }
 
-fn status(guest: &mut Guest) -> Result<String> {
-    guest.run("ip netns exec controller coreward status")
+fn fleet_status(guest: &mut Guest) -> Result<String> {
+    guest.run_successfully("ip netns exec controller coreward status")
 }
 
 /// Opens connections to a VIP and sends requests. Fails unless the server with this name answers.
-fn request(guest: &mut Guest, vip: &str, server: &str) -> Result<()> {
-    let command = format!("ip netns exec client timeout 60 bash /etc/test-request {vip} {REQUEST_COUNT}");
-    let served =
-        retry_until_ok(SETTLE_TIMEOUT, || guest.run(&command)).with_context(|| format!("requests to {vip}"))?;
-    ensure!(served.trim() == format!("served by {server}"), "answered by {served:?}, expected {server}");
+fn request_from_server(guest: &mut Guest, vip: &str, server: &str) -> Result<()> {
+    let command = format!("ip netns exec client timeout 60 bash /etc/test-request {vip} {CONNECTION_COUNT}");
+    let last_answer = retry_until_ok(SETTLE_TIMEOUT, || guest.run_successfully(&command))
+        .with_context(|| format!("requests to {vip}"))?;
+    ensure!(last_answer.trim() == format!("served by {server}"), "answered by {last_answer:?}, expected {server}");
     Ok(())
 }
 
 /// Returns the number of packets for which the load balancer has made the decision with this name.
-fn decision_count(guest: &mut Guest, name: &str) -> Result<u64> {
-    let status = status(guest)?;
-    let mut words = status.split([' ', ',', '\n']).filter(|word| !word.is_empty());
-    let count = words.find(|word| *word == name).and_then(|_| words.next());
-    count.and_then(|count| count.parse().ok()).with_context(|| format!("no packet by {name}: {status}"))
+fn packets_by_decision(guest: &mut Guest, name: &str) -> Result<u64> {
+    let status_text = fleet_status(guest)?;
+    let mut status_words = status_text.split([' ', ',', '\n']).filter(|word| !word.is_empty());
+    let count = status_words.find(|word| *word == name).and_then(|_| status_words.next());
+    count.and_then(|count| count.parse().ok()).with_context(|| format!("no packet by {name}: {status_text}"))
 }
 
-fn check_tagged(guest: &mut Guest) -> Result<String> {
-    request(guest, "10.200.0.1", "s1")?;
+fn check_vlan_server(guest: &mut Guest) -> Result<String> {
+    request_from_server(guest, "10.200.0.1", "s1")?;
     // A daemon reports its counters once a second. Cookies show that the agent's programs see the VLAN's packets.
-    let by_cookie = retry_until_ok(SETTLE_TIMEOUT, || match decision_count(guest, "established")? {
-        count if count >= REQUEST_COUNT as u64 => Ok(count),
+    let cookie_packets = retry_until_ok(SETTLE_TIMEOUT, || match packets_by_decision(guest, "established")? {
+        count if count >= CONNECTION_COUNT as u64 => Ok(count),
         count => bail!("{count} packets by their cookie"),
     })?;
-    Ok(format!("{REQUEST_COUNT} connections, {by_cookie} packets by their cookie"))
+    Ok(format!("{CONNECTION_COUNT} connections, {cookie_packets} packets by their cookie"))
 }
 
 fn check_ipip(guest: &mut Guest) -> Result<String> {
@@ -248,22 +254,25 @@ fn check_gue(guest: &mut Guest) -> Result<String> {
 }
 
 fn check_decapsulation(guest: &mut Guest, vip: &str) -> Result<String> {
-    let before = tunnel_packets(guest)?;
-    request(guest, vip, "s2")?;
-    let packets = tunnel_packets(guest)? - before;
-    ensure!(packets >= 4 * REQUEST_COUNT as u64, "tunl0 received {packets} packets of {REQUEST_COUNT} connections");
-    Ok(format!("{REQUEST_COUNT} connections, {packets} packets by tunl0"))
+    let packets_before = tunnel_packet_count(guest)?;
+    request_from_server(guest, vip, "s2")?;
+    let decapsulated_packets = tunnel_packet_count(guest)? - packets_before;
+    ensure!(
+        decapsulated_packets >= 4 * CONNECTION_COUNT as u64,
+        "tunl0 received {decapsulated_packets} packets of {CONNECTION_COUNT} connections"
+    );
+    Ok(format!("{CONNECTION_COUNT} connections, {decapsulated_packets} packets by tunl0"))
 }
 
-fn tunnel_packets(guest: &mut Guest) -> Result<u64> {
-    let count = guest.run("ip netns exec s2 cat /sys/class/net/tunl0/statistics/rx_packets")?;
+fn tunnel_packet_count(guest: &mut Guest) -> Result<u64> {
+    let count = guest.run_successfully("ip netns exec s2 cat /sys/class/net/tunl0/statistics/rx_packets")?;
     count.trim().parse().with_context(|| count.clone())
 }
 
-fn fail_link(guest: &mut Guest) -> Result<String> {
-    guest.run("ip -n switch link set p-lb0 down")?;
-    request(guest, "10.200.0.1", "s1")?;
-    guest.run("ip -n switch link set p-lb0 up && ip -n switch link set p-lb1 down")?;
-    request(guest, "10.200.0.1", "s1")?;
-    Ok(format!("{REQUEST_COUNT} connections with each link alone"))
+fn check_link_failures(guest: &mut Guest) -> Result<String> {
+    guest.run_successfully("ip -n switch link set p-lb0 down")?;
+    request_from_server(guest, "10.200.0.1", "s1")?;
+    guest.run_successfully("ip -n switch link set p-lb0 up && ip -n switch link set p-lb1 down")?;
+    request_from_server(guest, "10.200.0.1", "s1")?;
+    Ok(format!("{CONNECTION_COUNT} connections with each link alone"))
 }

@@ -13,27 +13,27 @@ use std::process::Command;
 use anyhow::{Context as _, Result};
 
 use crate::kernel;
-use crate::process::{command_tied_to_parent, run};
+use crate::process::{command_tied_to_parent, run_to_end};
 
 /// Kernel versions, each with the metapackage that depends on the package of its current point release.
-const KERNELS: [(&str, &str); 2] = [("6.1", "linux-image-amd64"), ("6.12", "linux-image-6.12-amd64")];
+const KERNEL_PACKAGES: [(&str, &str); 2] = [("6.1", "linux-image-amd64"), ("6.12", "linux-image-6.12-amd64")];
 /// Maximum duration of a download in seconds.
-const DOWNLOAD_SECONDS: &str = "300";
-const NO_MIRROR: &str = "this machine's apt-get has no Debian mirror";
-const ARCHITECTURE: &str = "x86_64-linux-gnu";
+const DOWNLOAD_TIMEOUT_SECONDS: &str = "300";
+const NO_MIRROR_MESSAGE: &str = "this machine's apt-get has no Debian mirror";
+const LIBRARY_ARCHITECTURE: &str = "x86_64-linux-gnu";
 
-pub struct Packages {
-    folder: PathBuf,
+pub struct FetchedPackages {
+    package_directory: PathBuf,
 }
 
-impl Packages {
+impl FetchedPackages {
     /// Uses the complete contents that an earlier run has left in `folder`, or fetches everything. Fails with one
     /// sentence that names the missing part.
-    pub fn fetch(folder: &Path) -> Result<Self> {
-        let packages = Self { folder: folder.to_path_buf() };
-        let expected = format!("{KERNELS:?} {:?} debootstrap\n", kernel::MODULES);
-        let complete = folder.join("complete");
-        if fs::read_to_string(&complete).is_ok_and(|found| found == expected) {
+    pub fn load_or_fetch(folder: &Path) -> Result<Self> {
+        let packages = Self { package_directory: folder.to_path_buf() };
+        let contents_description = format!("{KERNEL_PACKAGES:?} {:?} debootstrap\n", kernel::GUEST_MODULES);
+        let description_path = folder.join("complete");
+        if fs::read_to_string(&description_path).is_ok_and(|found| found == contents_description) {
             println!("packages: from {}", folder.display());
             return Ok(packages);
         }
@@ -43,105 +43,107 @@ impl Packages {
         for part in ["lists/partial", "archives/partial", "root", "kernels"] {
             fs::create_dir_all(folder.join(part))?;
         }
-        let apt = Apt::configure(folder)?;
+        let private_apt = PrivateApt::write_configuration(folder)?;
         println!("packages: fetching QEMU and the kernels into {}", folder.display());
-        apt.get(&["update"])?;
-        let backports = format!("{}-backports", apt.release);
-        let programs = ["qemu-system-x86", "busybox-static", "ethtool", "debootstrap"];
-        apt.get(&[&["install", "--download-only", "-t", &backports], &programs[..]].concat())?;
-        for archive in archives(folder)? {
-            run(command_tied_to_parent("dpkg").arg("-x").arg(&archive).arg(folder.join("root")))?;
+        private_apt.run_apt_get(&["update"])?;
+        let backports_suite = format!("{}-backports", private_apt.release);
+        let program_packages = ["qemu-system-x86", "busybox-static", "ethtool", "debootstrap"];
+        private_apt
+            .run_apt_get(&[&["install", "--download-only", "-t", &backports_suite], &program_packages[..]].concat())?;
+        for archive in downloaded_packages(folder)? {
+            run_to_end(command_tied_to_parent("dpkg").arg("-x").arg(&archive).arg(folder.join("root")))?;
             fs::remove_file(archive)?;
         }
-        for (name, package) in KERNELS {
-            apt.get(&["download", &apt.kernel_of(package)?])?;
-            let [archive] = archives(folder)?.try_into().map_err(|found| anyhow::anyhow!("one kernel in {found:?}"))?;
-            kernel::extract(&archive, &folder.join("kernels").join(name), &packages.busybox())?;
+        for (name, package) in KERNEL_PACKAGES {
+            private_apt.run_apt_get(&["download", &private_apt.kernel_package(package)?])?;
+            let [archive] =
+                downloaded_packages(folder)?.try_into().map_err(|found| anyhow::anyhow!("one kernel in {found:?}"))?;
+            kernel::extract_kernel(&archive, &folder.join("kernels").join(name), &packages.busybox_path())?;
             fs::remove_file(archive)?;
         }
         for part in ["lists", "archives"] {
             fs::remove_dir_all(folder.join(part))?;
         }
-        fs::write(complete, expected)?;
+        fs::write(description_path, contents_description)?;
         Ok(packages)
     }
 
     /// Returns a command that runs a program of the packages with the libraries of the packages.
-    pub fn command(&self, program: &str) -> Command {
-        let root = self.folder.join("root");
-        let mut command = command_tied_to_parent(root.join("lib64/ld-linux-x86-64.so.2"));
-        command.arg("--library-path").arg(self.library_path()).arg(root.join(program));
+    pub fn program_command(&self, program: &str) -> Command {
+        let root_directory = self.package_directory.join("root");
+        let mut command = command_tied_to_parent(root_directory.join("lib64/ld-linux-x86-64.so.2"));
+        command.arg("--library-path").arg(self.library_path()).arg(root_directory.join(program));
         command
     }
 
     /// Returns the directories in which QEMU searches its firmware.
-    pub fn firmware(&self) -> [PathBuf; 3] {
-        ["qemu", "seabios", "../lib/ipxe/qemu"].map(|part| self.folder.join("root/usr/share").join(part))
+    pub fn firmware_directories(&self) -> [PathBuf; 3] {
+        ["qemu", "seabios", "../lib/ipxe/qemu"].map(|part| self.package_directory.join("root/usr/share").join(part))
     }
 
     /// Returns the path of the statically linked busybox.
-    pub fn busybox(&self) -> PathBuf {
-        self.folder.join("root/bin/busybox")
+    pub fn busybox_path(&self) -> PathBuf {
+        self.package_directory.join("root/bin/busybox")
     }
 
     /// Returns the path of the ethtool program, and those of its loader and libraries.
-    pub fn ethtool(&self) -> (PathBuf, Vec<PathBuf>) {
-        let root = self.folder.join("root");
-        let libraries = root.join("lib").join(ARCHITECTURE);
-        let mut files = vec![root.join("lib64/ld-linux-x86-64.so.2")];
+    pub fn ethtool_and_libraries(&self) -> (PathBuf, Vec<PathBuf>) {
+        let root_directory = self.package_directory.join("root");
+        let library_directory = root_directory.join("lib").join(LIBRARY_ARCHITECTURE);
+        let mut library_paths = vec![root_directory.join("lib64/ld-linux-x86-64.so.2")];
         for name in ["libc.so.6", "libm.so.6", "libmnl.so.0"] {
-            let usr = root.join("usr/lib").join(ARCHITECTURE).join(name);
-            files.push(if usr.exists() { usr } else { libraries.join(name) });
+            let usr_path = root_directory.join("usr/lib").join(LIBRARY_ARCHITECTURE).join(name);
+            library_paths.push(if usr_path.exists() { usr_path } else { library_directory.join(name) });
         }
-        (root.join("sbin/ethtool"), files)
+        (root_directory.join("sbin/ethtool"), library_paths)
     }
 
     /// Returns a command that runs debootstrap, without arguments.
-    pub fn debootstrap(&self) -> Command {
-        let root = self.folder.join("root");
+    pub fn debootstrap_command(&self) -> Command {
+        let root_directory = self.package_directory.join("root");
         // debootstrap mounts file systems in its target, which end with the mount namespace.
         let mut command = command_tied_to_parent("unshare");
-        command.args(["--mount", "sh"]).arg(root.join("usr/sbin/debootstrap"));
-        command.env("DEBOOTSTRAP_DIR", root.join("usr/share/debootstrap"));
+        command.args(["--mount", "sh"]).arg(root_directory.join("usr/sbin/debootstrap"));
+        command.env("DEBOOTSTRAP_DIR", root_directory.join("usr/share/debootstrap"));
         command
     }
 
     /// Returns the path for the tested binary without its debug information. It is fixed, so that a run overwrites the
     /// file of an earlier run.
-    pub fn stripped(&self) -> PathBuf {
-        self.folder.join("coreward")
+    pub fn stripped_binary_path(&self) -> PathBuf {
+        self.package_directory.join("coreward")
     }
 
     /// Returns the directory of the kernel with this version in `KERNELS`.
     pub fn kernel_directory(&self, name: &str) -> PathBuf {
-        self.folder.join("kernels").join(name)
+        self.package_directory.join("kernels").join(name)
     }
 
     fn library_path(&self) -> String {
-        let root = self.folder.join("root").display().to_string();
-        format!("{root}/lib/{ARCHITECTURE}:{root}/usr/lib/{ARCHITECTURE}")
+        let root_path = self.package_directory.join("root").display().to_string();
+        format!("{root_path}/lib/{LIBRARY_ARCHITECTURE}:{root_path}/usr/lib/{LIBRARY_ARCHITECTURE}")
     }
 }
 
 /// apt-get of this machine, with a private configuration.
-struct Apt {
-    folder: PathBuf,
+struct PrivateApt {
+    state: PathBuf,
     /// Name of the Debian release, such as `bookworm`.
     release: String,
 }
 
-impl Apt {
-    fn configure(folder: &Path) -> Result<Self> {
-        let (sources, release) = sources()?;
+impl PrivateApt {
+    fn write_configuration(folder: &Path) -> Result<Self> {
+        let (sources, release) = apt_sources()?;
         fs::write(folder.join("sources.list"), sources)?;
         fs::write(folder.join("status"), "")?;
-        let mut configuration = fs::File::create(folder.join("apt.conf"))?;
-        let at = folder.display();
+        let mut configuration_file = fs::File::create(folder.join("apt.conf"))?;
+        let state = folder.display();
         write!(
-            configuration,
-            r#"Dir::State "{at}"; Dir::State::lists "lists"; Dir::State::status "{at}/status";
-            Dir::Cache "{at}"; Dir::Cache::archives "archives"; Dir::Cache::pkgcache ""; Dir::Cache::srcpkgcache "";
-            Dir::Etc::sourcelist "{at}/sources.list"; Dir::Etc::sourceparts "/dev/null";
+            configuration_file,
+            r#"Dir::State "{state}"; Dir::State::lists "lists"; Dir::State::status "{state}/status";
+            Dir::Cache "{state}"; Dir::Cache::archives "archives"; Dir::Cache::pkgcache ""; Dir::Cache::srcpkgcache "";
+            Dir::Etc::sourcelist "{state}/sources.list"; Dir::Etc::sourceparts "/dev/null";
             Dir::Etc::preferences "/dev/null"; Dir::Etc::preferencesparts "/dev/null";
             APT::Install-Recommends "false"; APT::Get::Assume-Yes "true"; APT::Sandbox::User "root";
             Acquire::Languages "none"; Acquire::http::Timeout "20";
@@ -149,85 +151,90 @@ impl Apt {
             APT::Update::Error-Mode "any";
             "#
         )?;
-        Ok(Self { folder: folder.to_path_buf(), release })
+        Ok(Self { state: folder.to_path_buf(), release })
     }
 
-    fn command(&self, program: &str) -> Command {
+    fn apt_command(&self, program: &str) -> Command {
         let mut command = command_tied_to_parent("timeout");
-        command.args([DOWNLOAD_SECONDS, program]);
-        command.env("APT_CONFIG", self.folder.join("apt.conf")).env("LC_ALL", "C");
-        command.current_dir(self.folder.join("archives"));
+        command.args([DOWNLOAD_TIMEOUT_SECONDS, program]);
+        command.env("APT_CONFIG", self.state.join("apt.conf")).env("LC_ALL", "C");
+        command.current_dir(self.state.join("archives"));
         command
     }
 
-    fn get(&self, arguments: &[&str]) -> Result<()> {
-        run(self.command("apt-get").arg("-q").args(arguments)).map(drop)
+    fn run_apt_get(&self, arguments: &[&str]) -> Result<()> {
+        run_to_end(self.apt_command("apt-get").arg("-q").args(arguments)).map(drop)
     }
 
     /// Returns the name of the current kernel package, on which a metapackage depends.
-    fn kernel_of(&self, package: &str) -> Result<String> {
-        let shown = run(self.command("apt-cache").args(["show", "--no-all-versions", package]))?;
-        let names: BTreeSet<&str> = shown
+    fn kernel_package(&self, package: &str) -> Result<String> {
+        let package_description =
+            run_to_end(self.apt_command("apt-cache").args(["show", "--no-all-versions", package]))?;
+        let kernel_packages: BTreeSet<&str> = package_description
             .lines()
             .filter_map(|line| line.strip_prefix("Depends: "))
             .flat_map(|depends| depends.split([',', ' ']))
             .filter(|name| name.starts_with("linux-image-"))
             .collect();
-        names.into_iter().next().map(str::to_string).with_context(|| format!("{package} depends on no kernel image"))
+        kernel_packages
+            .into_iter()
+            .next()
+            .map(str::to_string)
+            .with_context(|| format!("{package} depends on no kernel image"))
     }
 }
 
 /// Returns this machine's Debian sources and their backports, as lines of sources.list, and the name of the release.
-fn sources() -> Result<(String, String)> {
-    let mut lines = BTreeSet::new();
+fn apt_sources() -> Result<(String, String)> {
+    let mut source_lines = BTreeSet::new();
     let mut release = None;
-    for (uri, suite) in repositories()? {
-        lines.insert(format!("deb {uri} {suite} main\n"));
+    for (uri, suite) in debian_repositories()? {
+        source_lines.insert(format!("deb {uri} {suite} main\n"));
         if !suite.contains('-') {
-            lines.insert(format!("deb {uri} {suite}-backports main\n"));
+            source_lines.insert(format!("deb {uri} {suite}-backports main\n"));
             release = Some(suite);
         }
     }
-    Ok((lines.into_iter().collect(), release.context(NO_MIRROR)?))
+    Ok((source_lines.into_iter().collect(), release.context(NO_MIRROR_MESSAGE)?))
 }
 
 /// Returns the URI of this machine's Debian mirror and the name of its release, for debootstrap.
 ///
 /// # Errors
 /// Without a Debian source of apt-get.
-pub fn mirror() -> Result<(String, String)> {
-    repositories()?.into_iter().find(|(_, suite)| !suite.contains('-')).context(NO_MIRROR)
+pub fn debian_mirror() -> Result<(String, String)> {
+    debian_repositories()?.into_iter().find(|(_, suite)| !suite.contains('-')).context(NO_MIRROR_MESSAGE)
 }
 
 /// Returns the URIs and suites of this machine's Debian sources of programs.
-fn repositories() -> Result<Vec<(String, String)>> {
-    let mut targets = debian_targets()?;
-    if targets.is_empty() {
+fn debian_repositories() -> Result<Vec<(String, String)>> {
+    let mut index_targets = debian_index_targets()?;
+    if index_targets.is_empty() {
         // The lists show which sources are Debian's, so they must have been fetched once.
-        run(command_tied_to_parent("timeout").args([DOWNLOAD_SECONDS, "apt-get", "-q", "update"]))?;
-        targets = debian_targets()?;
+        run_to_end(command_tied_to_parent("timeout").args([DOWNLOAD_TIMEOUT_SECONDS, "apt-get", "-q", "update"]))?;
+        index_targets = debian_index_targets()?;
     }
-    let repository = |target: &str| match target.split(' ').collect::<Vec<_>>()[..] {
+    let parse_repository = |target: &str| match target.split(' ').collect::<Vec<_>>()[..] {
         [uri, suite, "main"] => Some((uri.to_owned(), suite.to_owned())),
         _ => None,
     };
-    Ok(targets.lines().filter_map(repository).collect())
+    Ok(index_targets.lines().filter_map(parse_repository).collect())
 }
 
-fn debian_targets() -> Result<String> {
-    let format = "$(REPO_URI) $(CODENAME) $(COMPONENT)";
-    let filter = ["Created-By: Packages", "Origin: Debian", "Architecture: amd64"];
-    run(command_tied_to_parent("apt-get").args(["indextargets", "--format", format]).args(filter))
+fn debian_index_targets() -> Result<String> {
+    let output_format = "$(REPO_URI) $(CODENAME) $(COMPONENT)";
+    let target_filter = ["Created-By: Packages", "Origin: Debian", "Architecture: amd64"];
+    run_to_end(command_tied_to_parent("apt-get").args(["indextargets", "--format", output_format]).args(target_filter))
 }
 
 /// Returns the paths of the downloaded packages that have not been unpacked yet.
-fn archives(folder: &Path) -> Result<Vec<PathBuf>> {
-    let mut found = Vec::new();
+fn downloaded_packages(folder: &Path) -> Result<Vec<PathBuf>> {
+    let mut package_paths = Vec::new();
     for entry in fs::read_dir(folder.join("archives"))? {
         let path = entry?.path();
         if path.extension().is_some_and(|extension| extension == "deb") {
-            found.push(path);
+            package_paths.push(path);
         }
     }
-    Ok(found)
+    Ok(package_paths)
 }

@@ -8,25 +8,25 @@ use anyhow::{Context as _, Result, bail, ensure};
 use coreward_model::FourTuple;
 use coreward_model::rss::{IndirectionTable, RssConfig, RssKey};
 
-use crate::guest::{Guest, Nic};
-use crate::wire::{FLOWS_PER_FAMILY, GuestLink, flows, gue_flows};
+use crate::guest::{Guest, NicModel};
+use crate::wire::{FLOWS_PER_FAMILY, GuestTap, gue_flows, measured_flows};
 
 /// Maximum time until a SYN appears in the guest's counters.
-const ARRIVAL_TIMEOUT: Duration = Duration::from_secs(2);
+const SYN_ARRIVAL_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Returns the RSS key and table that the guest's ethtool shows. Some drivers (igb) do not show their key, which is
 /// that of the kernel. Fails without a table, or when it cannot be read.
 pub fn read_rss(guest: &mut Guest) -> Result<RssConfig> {
-    let text = guest.run("ethtool -x eth0")?;
-    let key = match parse_key(&text)? {
+    let ethtool_output = guest.run_successfully("ethtool -x eth0")?;
+    let key = match parse_rss_key(&ethtool_output)? {
         Some(key) => key,
-        None => kernel_key(&guest.run("cat /proc/sys/net/core/netdev_rss_key")?)?,
+        None => parse_kernel_rss_key(&guest.run_successfully("cat /proc/sys/net/core/netdev_rss_key")?)?,
     };
-    Ok(RssConfig { key, indirection_table: parse_table(&text)? })
+    Ok(RssConfig { key, indirection_table: parse_indirection_table(&ethtool_output)? })
 }
 
 /// Parses the indirection table in the output of `ethtool -x`: lines of the form `first entry: queue queue ...`.
-fn parse_table(text: &str) -> Result<IndirectionTable> {
+fn parse_indirection_table(text: &str) -> Result<IndirectionTable> {
     let mut queues = Vec::new();
     for line in text.lines() {
         let Some((entry, rest)) = line.split_once(':') else { continue };
@@ -40,57 +40,58 @@ fn parse_table(text: &str) -> Result<IndirectionTable> {
 }
 
 /// Parses the line after `RSS hash key:` in the output of `ethtool -x`; `None` if the driver does not show its key.
-fn parse_key(text: &str) -> Result<Option<RssKey>> {
-    let line = text.lines().skip_while(|line| !line.starts_with("RSS hash key:")).nth(1).unwrap_or_default();
-    if line.contains(':') { Ok(Some(line.trim().parse()?)) } else { Ok(None) }
+fn parse_rss_key(text: &str) -> Result<Option<RssKey>> {
+    let key_line = text.lines().skip_while(|line| !line.starts_with("RSS hash key:")).nth(1).unwrap_or_default();
+    if key_line.contains(':') { Ok(Some(key_line.trim().parse()?)) } else { Ok(None) }
 }
 
 /// Returns the first 40 of 52 bytes of the kernel's RSS key (Documentation/admin-guide/sysctl/net.rst, netdev_rss_key).
-fn kernel_key(text: &str) -> Result<RssKey> {
+fn parse_kernel_rss_key(text: &str) -> Result<RssKey> {
     let key: RssKey = text.trim().parse()?;
     Ok(RssKey::new(&key.bytes()[..40])?)
 }
 
 /// RSS settings that a NIC shows, and the measured behaviour of that NIC.
-pub struct Measurement {
+pub struct RssMeasurement {
     /// RSS key and indirection table that the NIC shows.
     pub shown_rss: RssConfig,
     /// Measured flows, each with the queue that received its SYN.
     pub flow_queues: Vec<(FourTuple, u16)>,
 }
 
-impl Measurement {
+impl RssMeasurement {
     /// Returns whether all flows arrived on the queues that the shown key and table predict.
     pub fn is_in_force(&self) -> bool {
-        self.is_in_force_by_family() == [true, true]
+        self.are_families_in_force() == [true, true]
     }
 
     /// Returns whether all IPv4 flows, and whether all IPv6 flows, arrived on the predicted queues.
-    pub fn is_in_force_by_family(&self) -> [bool; 2] {
-        self.matched_by_family().map(|matched| matched == FLOWS_PER_FAMILY)
+    pub fn are_families_in_force(&self) -> [bool; 2] {
+        self.matched_flows_by_family().map(|matched| matched == FLOWS_PER_FAMILY)
     }
 
     /// Returns how many IPv4 and how many IPv6 flows arrived on the queue that the shown key and table predict.
-    fn matched_by_family(&self) -> [u16; 2] {
-        let mut matched = [0; 2];
+    fn matched_flows_by_family(&self) -> [u16; 2] {
+        let mut matched_flows = [0; 2];
         for (flow, _) in
             self.flow_queues.iter().filter(|(flow, queue)| predicted_queue(&self.shown_rss, flow) == *queue)
         {
-            matched[usize::from(flow.client().is_ipv6())] += 1;
+            matched_flows[usize::from(flow.client().is_ipv6())] += 1;
         }
-        matched
+        matched_flows
     }
 }
 
-impl fmt::Display for Measurement {
+impl fmt::Display for RssMeasurement {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let [ipv4, ipv6] = self.matched_by_family();
+        let [ipv4_matches, ipv6_matches] = self.matched_flows_by_family();
         write!(
             f,
-            "on the predicted queue: {ipv4} of {FLOWS_PER_FAMILY} IPv4 flows, {ipv6} of {FLOWS_PER_FAMILY} IPv6 flows"
+            "on the predicted queue: {ipv4_matches} of {FLOWS_PER_FAMILY} IPv4 flows, {ipv6_matches} of \
+             {FLOWS_PER_FAMILY} IPv6 flows"
         )?;
-        let queues: BTreeSet<u16> = self.flow_queues.iter().map(|(_, queue)| *queue).collect();
-        match Vec::from_iter(queues)[..] {
+        let used_queues: BTreeSet<u16> = self.flow_queues.iter().map(|(_, queue)| *queue).collect();
+        match Vec::from_iter(used_queues)[..] {
             [queue] => write!(f, "; all on queue {queue}"),
             _ => Ok(()),
         }
@@ -99,64 +100,70 @@ impl fmt::Display for Measurement {
 
 /// Returns the receive queue that the RSS settings predict for a flow.
 pub fn predicted_queue(rss: &RssConfig, flow: &FourTuple) -> u16 {
-    rss.indirection_table.queue(rss.key.toeplitz(&flow.bytes()))
+    rss.indirection_table.queue_of_hash(rss.key.toeplitz_hash(&flow.bytes()))
 }
 
 /// Sends the SYN of each flow, and records the queue whose counter in the driver grows. Fails when a SYN does not
 /// arrive, or changes more than one counter.
-pub fn measure(guest: &mut Guest, nic: Nic, wire: &GuestLink) -> Result<Measurement> {
-    measure_flows(guest, nic, flows(), |flow| wire.send_syn(flow))
+pub fn measure_flow_queues(guest: &mut Guest, nic: NicModel, wire: &GuestTap) -> Result<RssMeasurement> {
+    measure_flows(guest, nic, measured_flows(), |flow| wire.send_syn(flow))
 }
 
-/// As [`measure`], with SYNs in the outer headers of a load balancer that forwards by GUE.
-pub fn measure_gue(guest: &mut Guest, nic: Nic, wire: &GuestLink) -> Result<Measurement> {
+/// As [`measure_flow_queues`], with SYNs in the outer headers of a load balancer that forwards by GUE.
+pub fn measure_gue(guest: &mut Guest, nic: NicModel, wire: &GuestTap) -> Result<RssMeasurement> {
     measure_flows(guest, nic, gue_flows(), |outer| wire.send_gue_syn(outer))
 }
 
 fn measure_flows(
     guest: &mut Guest,
-    nic: Nic,
+    nic: NicModel,
     flows: impl Iterator<Item = FourTuple>,
     send: impl Fn(&FourTuple) -> Result<()>,
-) -> Result<Measurement> {
+) -> Result<RssMeasurement> {
     let shown_rss = read_rss(guest)?;
-    let mut before = counters(guest, nic)?;
+    let mut counters_before = read_queue_counters(guest, nic)?;
     let mut flow_queues = Vec::new();
     for flow in flows {
         send(&flow)?;
-        let (queue, after) = wait_for_arrival(guest, nic, &before).with_context(|| format!("the SYN of {flow:?}"))?;
+        let (queue, after) =
+            wait_for_counted_packet(guest, nic, &counters_before).with_context(|| format!("the SYN of {flow:?}"))?;
         flow_queues.push((flow, queue));
-        before = after;
+        counters_before = after;
     }
-    Ok(Measurement { shown_rss, flow_queues })
+    Ok(RssMeasurement { shown_rss, flow_queues })
 }
 
-type QueueCounters = BTreeMap<u16, u64>;
+type CountersByQueue = BTreeMap<u16, u64>;
 
 /// Waits until the counter of one queue changes. Returns that queue, and the new counters.
-fn wait_for_arrival(guest: &mut Guest, nic: Nic, before: &QueueCounters) -> Result<(u16, QueueCounters)> {
-    let end = Instant::now() + ARRIVAL_TIMEOUT;
+fn wait_for_counted_packet(
+    guest: &mut Guest,
+    nic: NicModel,
+    before: &CountersByQueue,
+) -> Result<(u16, CountersByQueue)> {
+    let deadline = Instant::now() + SYN_ARRIVAL_TIMEOUT;
     loop {
-        let after = counters(guest, nic)?;
-        let moved: Vec<u16> = after.keys().filter(|queue| before.get(queue) != after.get(queue)).copied().collect();
-        match moved[..] {
-            [queue] => return Ok((queue, after)),
-            [] if Instant::now() < end => {}
-            _ => bail!("moved the counters of queues {moved:?}: expected one"),
+        let counters_after = read_queue_counters(guest, nic)?;
+        let changed_queues: Vec<u16> =
+            counters_after.keys().filter(|queue| before.get(queue) != counters_after.get(queue)).copied().collect();
+        match changed_queues[..] {
+            [queue] => return Ok((queue, counters_after)),
+            [] if Instant::now() < deadline => {}
+            _ => bail!("moved the counters of queues {changed_queues:?}: expected one"),
         }
     }
 }
 
 /// Returns a counter of each receive queue, which grows with every packet on that queue.
-fn counters(guest: &mut Guest, nic: Nic) -> Result<QueueCounters> {
-    let mut counters = QueueCounters::new();
-    for line in guest.run(nic.counters_command())?.lines().filter(|line| !line.trim().is_empty()) {
-        let mut numbers = line.split_whitespace().map(str::parse::<u64>);
-        let queue = numbers.next().context("an empty line")?.with_context(|| format!("{line:?}"))?;
-        let count = numbers.sum::<Result<u64, _>>().with_context(|| format!("{line:?}"))?;
+fn read_queue_counters(guest: &mut Guest, nic: NicModel) -> Result<CountersByQueue> {
+    let mut counters = CountersByQueue::new();
+    for line in guest.run_successfully(nic.queue_counters_command())?.lines().filter(|line| !line.trim().is_empty()) {
+        let mut line_numbers = line.split_whitespace().map(str::parse::<u64>);
+        let queue = line_numbers.next().context("an empty line")?.with_context(|| format!("{line:?}"))?;
+        let count = line_numbers.sum::<Result<u64, _>>().with_context(|| format!("{line:?}"))?;
         counters.insert(u16::try_from(queue)?, count);
     }
-    ensure!(!counters.is_empty(), "`{}` shows no receive queues", nic.counters_command());
+    ensure!(!counters.is_empty(), "`{}` shows no receive queues", nic.queue_counters_command());
     Ok(counters)
 }
 
@@ -168,28 +175,32 @@ mod tests {
                          \u{20}   2:      2     3\nRSS hash key:\n";
 
     #[test]
-    fn measurement_counts_each_family() {
+    fn measurement_distinguishes_whether_ipv4_and_ipv6_flows_match() {
         let shown_rss =
             RssConfig { key: RssKey::microsoft(), indirection_table: IndirectionTable::balanced(1, 128, 4).unwrap() };
-        let deliver =
+        let assign_queue =
             |flow: FourTuple| (flow, if flow.client().is_ipv6() { 4 } else { predicted_queue(&shown_rss, &flow) });
-        let flow_queues = flows().map(deliver).collect();
-        let measured = Measurement { shown_rss, flow_queues };
-        assert_eq!(measured.is_in_force_by_family(), [true, false]);
-        assert!(!measured.is_in_force());
-        assert_eq!(measured.to_string(), "on the predicted queue: 64 of 64 IPv4 flows, 0 of 64 IPv6 flows");
-        let on_one = Measurement { flow_queues: flows().map(|flow| (flow, 4)).collect(), ..measured };
-        assert!(on_one.to_string().ends_with("0 of 64 IPv4 flows, 0 of 64 IPv6 flows; all on queue 4"), "{on_one}");
+        let flow_queues = measured_flows().map(assign_queue).collect();
+        let measurement = RssMeasurement { shown_rss, flow_queues };
+        assert_eq!(measurement.are_families_in_force(), [true, false]);
+        assert!(!measurement.is_in_force());
+        assert_eq!(measurement.to_string(), "on the predicted queue: 64 of 64 IPv4 flows, 0 of 64 IPv6 flows");
+        let single_queue_measurement =
+            RssMeasurement { flow_queues: measured_flows().map(|flow| (flow, 4)).collect(), ..measurement };
+        assert!(
+            single_queue_measurement.to_string().ends_with("0 of 64 IPv4 flows, 0 of 64 IPv6 flows; all on queue 4"),
+            "{single_queue_measurement}"
+        );
     }
 
     #[test]
-    fn ethtool_output_is_parsed() {
+    fn rss_table_and_key_are_parsed_from_ethtool_output() {
         let key = (0..40).map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().join(":");
-        let text = format!("{ETHTOOL_OUTPUT}{key}\nRSS hash function:\n    toeplitz: on\n");
-        assert_eq!(parse_table(&text).unwrap().queues(), [0, 1, 2, 3]);
-        assert_eq!(parse_key(&text).unwrap().unwrap().bytes()[39], 39);
-        assert_eq!(parse_key(&format!("{ETHTOOL_OUTPUT}Operation not supported\n")).unwrap(), None);
-        assert!(parse_table("no table").is_err());
-        assert_eq!(kernel_key(&vec!["aa"; 52].join(":")).unwrap().bytes(), [0xaa; 40]);
+        let full_output = format!("{ETHTOOL_OUTPUT}{key}\nRSS hash function:\n    toeplitz: on\n");
+        assert_eq!(parse_indirection_table(&full_output).unwrap().queues(), [0, 1, 2, 3]);
+        assert_eq!(parse_rss_key(&full_output).unwrap().unwrap().bytes()[39], 39);
+        assert_eq!(parse_rss_key(&format!("{ETHTOOL_OUTPUT}Operation not supported\n")).unwrap(), None);
+        assert!(parse_indirection_table("no table").is_err());
+        assert_eq!(parse_kernel_rss_key(&vec!["aa"; 52].join(":")).unwrap().bytes(), [0xaa; 40]);
     }
 }

@@ -6,36 +6,36 @@ use anyhow::Result;
 
 /// Numbers of passed, failed and skipped checks, each of which is printed as it ends.
 #[derive(Default)]
-pub struct Tally {
-    passed: usize,
-    failed: usize,
-    skipped: usize,
+pub struct CheckTally {
+    passed_count: usize,
+    failed_count: usize,
+    skipped_count: usize,
 }
 
-impl Tally {
+impl CheckTally {
     /// Counts a check, and prints its measured values or the reason of its failure.
-    pub fn check(&mut self, name: &str, result: Result<String>) {
+    pub fn record_result(&mut self, name: &str, result: Result<String>) {
         match result {
             Ok(measured) => {
-                self.passed += 1;
+                self.passed_count += 1;
                 println!("ok       {name}: {measured}");
             }
             Err(error) => {
-                self.failed += 1;
+                self.failed_count += 1;
                 println!("FAILED   {name}: {error:#}");
             }
         }
     }
 
     /// Counts and prints a check that cannot be made on this machine.
-    pub fn skip(&mut self, name: &str, reason: &str) {
-        self.skipped += 1;
+    pub fn record_skipped(&mut self, name: &str, reason: &str) {
+        self.skipped_count += 1;
         println!("skipped  {name}: {reason}");
     }
 
     /// Prints the numbers of checks. Returns failure if a check has failed.
-    pub fn finish(self) -> ExitCode {
-        println!("{} passed, {} failed, {} skipped", self.passed, self.failed, self.skipped);
-        if self.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    pub fn print_summary(self) -> ExitCode {
+        println!("{} passed, {} failed, {} skipped", self.passed_count, self.failed_count, self.skipped_count);
+        if self.failed_count == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
     }
 }

@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-use crate::debian::{Debian, File};
+use crate::debian::{DebianMachine, NamedGuestFile};
 use crate::guest::Guest;
-use crate::packages::Packages;
-use crate::tally::Tally;
+use crate::packages::FetchedPackages;
+use crate::tally::CheckTally;
 
-const NAME: &str = "Debian with systemd";
+const GUEST_NAME: &str = "Debian with systemd";
 /// Names of the daemons, in the order of their start.
 const DAEMONS: [&str; 5] = ["controller", "rack", "agent", "lb", "orchestrate"];
 /// Maximum time for a package installation, a start or a reboot, under emulation.
@@ -144,7 +144,7 @@ pub fn controller_config(address: &str) -> String {
     )
 }
 
-fn files() -> Vec<File> {
+fn guest_files() -> Vec<NamedGuestFile> {
     [
         ("etc/test-network", NETWORK_SCRIPT),
         ("etc/test-request", REQUEST_SCRIPT),
@@ -167,52 +167,67 @@ fn files() -> Vec<File> {
 ///
 /// # Errors
 /// When the guest does not boot.
-pub fn check(packages: &Packages, cache: &Path, debs: &Path, command: Option<&str>, tally: &mut Tally) -> Result<()> {
-    let debian = Debian::new(packages, cache, "units", &files(), debs)?;
+pub fn check_packages(
+    packages: &FetchedPackages,
+    cache: &Path,
+    debs: &Path,
+    command: Option<&str>,
+    tally: &mut CheckTally,
+) -> Result<()> {
+    let debian = DebianMachine::new(packages, cache, "units", &guest_files(), debs)?;
     let start = Instant::now();
     let mut guest = debian.boot()?;
-    println!("{NAME}: {} booted in {:.1} s", guest.run("uname -r")?.trim(), start.elapsed().as_secs_f64());
-    guest.run("mkdir /root/debs && tar -C /root/debs -xf /dev/vdb")?;
+    println!(
+        "{GUEST_NAME}: {} booted in {:.1} s",
+        guest.run_successfully("uname -r")?.trim(),
+        start.elapsed().as_secs_f64()
+    );
+    guest.run_successfully("mkdir /root/debs && tar -C /root/debs -xf /dev/vdb")?;
     if let Some(command) = command {
         let (status, output) = guest.try_run(command, INSTALL_TIMEOUT)?;
         println!("{output}");
         ensure!(status == 0, "`{command}` ended with status {status}");
         return Ok(());
     }
-    if run_checks(NAME, &CHECKS, &mut guest, tally) {
+    if run_checks_until_failure(GUEST_NAME, &FIRST_BOOT_CHECKS, &mut guest, tally) {
         guest.power_off()?;
-        run_checks(NAME, &CHECKS_OF_SECOND_BOOT, &mut debian.boot()?, tally);
+        run_checks_until_failure(GUEST_NAME, &SECOND_BOOT_CHECKS, &mut debian.boot()?, tally);
     }
     Ok(())
 }
 
 /// Makes the checks in a guest whose hosts are network namespaces, without Debian's nginx unit. With a `command`, only
 /// runs this.
-pub fn check_namespaces(
+pub fn check_in_namespaces(
     name: &str,
-    debian: &Debian<'_>,
-    checks: &[(&str, Check)],
+    debian: &DebianMachine<'_>,
+    checks: &[(&str, GuestCheck)],
     command: Option<&str>,
-    tally: &mut Tally,
+    tally: &mut CheckTally,
 ) -> Result<()> {
     let mut guest = debian.boot()?;
-    guest.run("mkdir /root/debs && tar -C /root/debs -xf /dev/vdb && systemctl disable --now -q nginx")?;
+    guest.run_successfully("mkdir /root/debs && tar -C /root/debs -xf /dev/vdb && systemctl disable --now -q nginx")?;
     match command {
-        Some(command) => println!("{}", guest.run(command)?),
-        None => drop(run_checks(name, checks, &mut guest, tally)),
+        Some(command) => println!("{}", guest.run_successfully(command)?),
+        None => drop(run_checks_until_failure(name, checks, &mut guest, tally)),
     }
     Ok(())
 }
 
 /// Makes the checks until one fails. Returns whether all have passed.
-pub fn run_checks(name: &str, checks: &[(&str, Check)], guest: &mut Guest, tally: &mut Tally) -> bool {
+pub fn run_checks_until_failure(
+    name: &str,
+    checks: &[(&str, GuestCheck)],
+    guest: &mut Guest,
+    tally: &mut CheckTally,
+) -> bool {
     for (check, run) in checks {
         let start = Instant::now();
         let result = run(guest).map(|found| format!("{found} ({:.1} s)", start.elapsed().as_secs_f64()));
-        let failed = result.is_err();
-        tally.check(&format!("{name}: {check}"), result);
-        if failed {
-            println!("{}", journal(guest));
+        let has_failed = result.is_err();
+        tally.record_result(&format!("{name}: {check}"), result);
+        if has_failed {
+            println!("{}", unit_states_and_journal(guest));
             return false;
         }
     }
@@ -220,43 +235,48 @@ pub fn run_checks(name: &str, checks: &[(&str, Check)], guest: &mut Guest, tally
 }
 
 /// Function that makes a check in a guest, and returns the measured values as text.
-pub type Check = fn(&mut Guest) -> Result<String>;
+pub type GuestCheck = fn(&mut Guest) -> Result<String>;
 
 /// Checks and their names. Each check continues where the previous one ended.
-const CHECKS: [(&str, Check); 9] = [
-    ("installing starts nothing", install),
-    ("the units start", start),
+const FIRST_BOOT_CHECKS: [(&str, GuestCheck); 9] = [
+    ("installing starts nothing", check_installation),
+    ("the units start", check_start),
     ("the units are confined", check_confinement),
-    ("the orchestrator accepts requests", orchestrate),
-    ("the orchestrator accepts requests by AF_XDP", orchestrate_by_af_xdp),
-    ("connections reach the server", connect),
-    ("a reload is obeyed, a wrong file refused", reload),
-    ("an upgrade restarts the daemons, and no connection breaks", upgrade),
+    ("the orchestrator accepts requests", check_orchestrator),
+    ("the orchestrator accepts requests by AF_XDP", check_orchestrator_by_af_xdp),
+    ("connections reach the server", check_new_connections),
+    ("a reload is obeyed, a wrong file refused", check_reload),
+    ("an upgrade restarts the daemons, and no connection breaks", check_upgrade),
     ("the watchdog restarts hung daemons, and no connection breaks", check_watchdog),
 ];
 
-const CHECKS_OF_SECOND_BOOT: [(&str, Check); 3] = [
-    ("the units start at boot", reboot),
-    ("the orchestrator accepts requests after it", orchestrate),
-    ("removing ends the daemons, not the forwarding", remove),
+const SECOND_BOOT_CHECKS: [(&str, GuestCheck); 3] = [
+    ("the units start at boot", check_start_at_boot),
+    ("the orchestrator accepts requests after it", check_orchestrator),
+    ("removing ends the daemons, not the forwarding", check_removal),
 ];
 
-fn unit(daemon: &str) -> String {
+fn unit_name(daemon: &str) -> String {
     format!("coreward-{daemon}.service")
 }
 
 /// Returns the values of a unit's properties, in the order of `properties`.
-fn unit_properties<const N: usize>(guest: &mut Guest, daemon: &str, properties: [&str; N]) -> Result<[String; N]> {
+fn read_unit_properties<const N: usize>(guest: &mut Guest, daemon: &str, properties: [&str; N]) -> Result<[String; N]> {
     let mut values = Vec::new();
     for property in properties {
-        values.push(guest.run(&format!("systemctl show --value -p {property} {}", unit(daemon)))?.trim().to_owned());
+        values.push(
+            guest
+                .run_successfully(&format!("systemctl show --value -p {property} {}", unit_name(daemon)))?
+                .trim()
+                .to_owned(),
+        );
     }
     values.try_into().map_err(|values| anyhow::anyhow!("properties of {daemon}: {values:?}"))
 }
 
 fn main_pid(guest: &mut Guest, daemon: &str) -> Result<u32> {
-    let [state, pid] = unit_properties(guest, daemon, ["ActiveState", "MainPID"])?;
-    ensure!(state == "active" && pid != "0", "{} is {state}, its process {pid}", unit(daemon));
+    let [state, pid] = read_unit_properties(guest, daemon, ["ActiveState", "MainPID"])?;
+    ensure!(state == "active" && pid != "0", "{} is {state}, its process {pid}", unit_name(daemon));
     pid.parse().with_context(|| format!("MainPID {pid:?}"))
 }
 
@@ -265,210 +285,252 @@ fn main_pids(guest: &mut Guest) -> Result<Vec<u32>> {
 }
 
 /// Starts a command as a transient systemd unit in the network namespace of `host`.
-pub fn start_in(guest: &mut Guest, unit: &str, host: &str, command: &str) -> Result<()> {
-    let properties = format!("-p NetworkNamespacePath=/run/netns/{host} -p StandardOutput=truncate:/run/{unit}");
-    guest.run(&format!("systemd-run -q --unit {unit} {properties} {command}")).map(drop)
+pub fn start_in_namespace(guest: &mut Guest, unit: &str, host: &str, command: &str) -> Result<()> {
+    let unit_options = format!("-p NetworkNamespacePath=/run/netns/{host} -p StandardOutput=truncate:/run/{unit}");
+    guest.run_successfully(&format!("systemd-run -q --unit {unit} {unit_options} {command}")).map(drop)
 }
 
 /// Repeats `check` until it passes, and returns its value. Fails with the last error once `limit` has elapsed.
 pub fn retry_until_ok<T>(limit: Duration, mut check: impl FnMut() -> Result<T>) -> Result<T> {
-    let end = Instant::now() + limit;
+    let deadline = Instant::now() + limit;
     loop {
         match check() {
             Ok(value) => return Ok(value),
-            Err(error) if Instant::now() > end => return Err(error.context(format!("after {} s", limit.as_secs()))),
+            Err(error) if Instant::now() > deadline => {
+                return Err(error.context(format!("after {} s", limit.as_secs())));
+            }
             Err(_) => sleep(Duration::from_millis(500)),
         }
     }
 }
 
 /// Returns the states of the daemons' units, and the latest messages of the journal about them.
-fn journal(guest: &mut Guest) -> String {
+fn unit_states_and_journal(guest: &mut Guest) -> String {
     const UNIT_COMMANDS: [&str; 3] = [
         "systemctl show -p Id,ActiveState,SubState,Result,NRestarts,MainPID,ExecMainStatus 'coreward-*'",
         "journalctl --no-pager -q -b _PID=1 -p notice -n 30",
         "journalctl --no-pager -q -b -o short-monotonic -n 60 -u 'coreward-*' -u 'test-*'",
     ];
-    UNIT_COMMANDS.map(|command| guest.run(command).unwrap_or_else(|error| format!("no journal: {error:#}"))).join("\n")
+    UNIT_COMMANDS
+        .map(|command| guest.run_successfully(command).unwrap_or_else(|error| format!("no journal: {error:#}")))
+        .join("\n")
 }
 
 /// Runs `apt-get` with these arguments in the guest and returns its output.
-pub fn apt(guest: &mut Guest, arguments: &str) -> Result<String> {
+pub fn run_apt_get(guest: &mut Guest, arguments: &str) -> Result<String> {
     let command = format!("DEBIAN_FRONTEND=noninteractive apt-get -q -y {arguments} 2>&1");
     let (status, output) = guest.try_run(&command, INSTALL_TIMEOUT)?;
     ensure!(status == 0, "`{command}` ended with status {status}: {output}");
     Ok(output)
 }
 
-fn install(guest: &mut Guest) -> Result<String> {
-    guest.run("systemctl restart nginx")?;
-    apt(guest, "install /root/debs/old/*.deb")?;
+fn check_installation(guest: &mut Guest) -> Result<String> {
+    guest.run_successfully("systemctl restart nginx")?;
+    run_apt_get(guest, "install /root/debs/old/*.deb")?;
     for daemon in DAEMONS {
-        let [active, enabled] = unit_properties(guest, daemon, ["ActiveState", "UnitFileState"])?;
-        ensure!((active.as_str(), enabled.as_str()) == ("inactive", "disabled"), "{daemon}: {active}, {enabled}");
+        let [active_state, enabled_state] = read_unit_properties(guest, daemon, ["ActiveState", "UnitFileState"])?;
+        ensure!(
+            (active_state.as_str(), enabled_state.as_str()) == ("inactive", "disabled"),
+            "{daemon}: {active_state}, {enabled_state}"
+        );
     }
-    Ok(guest.run("dpkg-query -W -f '${Package} ${Version} ' 'coreward*'")?.trim().to_owned())
+    Ok(guest.run_successfully("dpkg-query -W -f '${Package} ${Version} ' 'coreward*'")?.trim().to_owned())
 }
 
-fn start(guest: &mut Guest) -> Result<String> {
+fn check_start(guest: &mut Guest) -> Result<String> {
     for daemon in DAEMONS {
         let (status, output) =
-            guest.try_run(&format!("systemctl enable --now {} 2>&1", unit(daemon)), INSTALL_TIMEOUT)?;
+            guest.try_run(&format!("systemctl enable --now {} 2>&1", unit_name(daemon)), INSTALL_TIMEOUT)?;
         ensure!(status == 0, "{daemon}: {output}");
     }
     let pids = main_pids(guest)?;
-    retry_until_ok(SETTLE_TIMEOUT, || request(guest, 80))?;
+    retry_until_ok(SETTLE_TIMEOUT, || send_request(guest, 80))?;
     Ok(format!("processes {pids:?}"))
 }
 
 /// Sends one request to a port of the service over a new connection.
-fn request(guest: &mut Guest, port: u16) -> Result<()> {
-    guest.run(&format!("ip netns exec client timeout 10 bash /etc/test-request {port}")).map(drop)
+fn send_request(guest: &mut Guest, port: u16) -> Result<()> {
+    guest.run_successfully(&format!("ip netns exec client timeout 10 bash /etc/test-request {port}")).map(drop)
 }
 
 /// Checks the confinement of each daemon's process in the kernel, not in the unit's file.
 fn check_confinement(guest: &mut Guest) -> Result<String> {
-    let complaints = guest.run("journalctl --no-pager -q -b _PID=1 -p warning -o cat | grep coreward || true")?;
-    ensure!(complaints.trim().is_empty(), "systemd complains: {complaints}");
-    guest.run("touch /home/visible")?;
-    let mut found = Vec::new();
+    let systemd_warnings =
+        guest.run_successfully("journalctl --no-pager -q -b _PID=1 -p warning -o cat | grep coreward || true")?;
+    ensure!(systemd_warnings.trim().is_empty(), "systemd complains: {systemd_warnings}");
+    guest.run_successfully("touch /home/visible")?;
+    let mut capability_counts = Vec::new();
     for daemon in DAEMONS {
-        let capabilities = check_daemon_confinement(guest, daemon).with_context(|| unit(daemon))?;
-        found.push(format!("{daemon} {capabilities}"));
+        let capabilities = check_daemon_confinement(guest, daemon).with_context(|| unit_name(daemon))?;
+        capability_counts.push(format!("{daemon} {capabilities}"));
     }
-    Ok(format!("capabilities: {}", found.join(", ")))
+    Ok(format!("capabilities: {}", capability_counts.join(", ")))
 }
 
 /// Checks the confinement of one daemon. Returns the number of capabilities in its bounding set.
 fn check_daemon_confinement(guest: &mut Guest, daemon: &str) -> Result<usize> {
     let pid = main_pid(guest, daemon)?;
-    let [capabilities, user] = unit_properties(guest, daemon, ["CapabilityBoundingSet", "User"])?;
-    let status = guest.run(&format!("cat /proc/{pid}/status"))?;
-    let field = |name: &str| {
-        let value = status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
-        value.with_context(|| format!("process {pid} has no field {name} in {status:?}"))
+    let [unit_capabilities, user] = read_unit_properties(guest, daemon, ["CapabilityBoundingSet", "User"])?;
+    let process_status = guest.run_successfully(&format!("cat /proc/{pid}/status"))?;
+    let status_field = |name: &str| {
+        let value = process_status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
+        value.with_context(|| format!("process {pid} has no field {name} in {process_status:?}"))
     };
-    ensure!(field("NoNewPrivs:")? == "1", "process {pid} may gain privileges, expected NoNewPrivs 1: {status}");
-    ensure!(field("Seccomp:")? == "2", "process {pid} has no system call filter, expected Seccomp 2: {status}");
-    let bounding = u64::from_str_radix(field("CapBnd:")?, 16).with_context(|| status.clone())?.count_ones() as usize;
-    let expected = capabilities.split_whitespace().count();
-    ensure!(bounding == expected, "{bounding} capabilities, expected {expected} ({capabilities}): {status}");
+    ensure!(
+        status_field("NoNewPrivs:")? == "1",
+        "process {pid} may gain privileges, expected NoNewPrivs 1: {process_status}"
+    );
+    ensure!(
+        status_field("Seccomp:")? == "2",
+        "process {pid} has no system call filter, expected Seccomp 2: {process_status}"
+    );
+    let bounding_count = u64::from_str_radix(status_field("CapBnd:")?, 16)
+        .with_context(|| process_status.clone())?
+        .count_ones() as usize;
+    let expected_count = unit_capabilities.split_whitespace().count();
+    ensure!(
+        bounding_count == expected_count,
+        "{bounding_count} capabilities, expected {expected_count} ({unit_capabilities}): {process_status}"
+    );
     for set in ["CapInh:", "CapAmb:"] {
-        let is_empty = u64::from_str_radix(field(set)?, 16) == Ok(0);
-        ensure!(is_empty, "{set} is not empty, but the daemon drops what it inherits: {status}");
+        let is_empty = u64::from_str_radix(status_field(set)?, 16) == Ok(0);
+        ensure!(is_empty, "{set} is not empty, but the daemon drops what it inherits: {process_status}");
     }
-    ensure!(user.is_empty() == field("Uid:")?.starts_with('0'), "expected user {user:?}, found {status}");
-    for attempt in ["touch /usr/probe", "touch /etc/coreward/probe", "ls /home/visible"] {
-        let (status, output) = guest.try_run(&format!("nsenter -t {pid} -m {attempt} 2>&1"), SETTLE_TIMEOUT)?;
-        ensure!(status != 0, "process {pid} may {attempt}: {output}");
+    ensure!(
+        user.is_empty() == status_field("Uid:")?.starts_with('0'),
+        "expected user {user:?}, found {process_status}"
+    );
+    for forbidden_command in ["touch /usr/probe", "touch /etc/coreward/probe", "ls /home/visible"] {
+        let (status, output) =
+            guest.try_run(&format!("nsenter -t {pid} -m {forbidden_command} 2>&1"), SETTLE_TIMEOUT)?;
+        ensure!(status != 0, "process {pid} may {forbidden_command}: {output}");
         // A process that has ended has no namespace to enter.
-        let now = main_pid(guest, daemon)?;
-        ensure!(now == pid, "process {pid} became {now} meanwhile");
+        let current_pid = main_pid(guest, daemon)?;
+        ensure!(current_pid == pid, "process {pid} became {current_pid} meanwhile");
     }
-    Ok(bounding)
+    Ok(bounding_count)
 }
 
 /// Sends a request that no worker takes, to a service whose port is below 1024.
-fn orchestrate(guest: &mut Guest) -> Result<String> {
-    guest.run("printf request > /dev/udp/10.2.0.11/400")?;
-    orchestrator_metric(guest, "coreward_orchestrate_waiting_requests{service=\"0\"}")
+fn check_orchestrator(guest: &mut Guest) -> Result<String> {
+    guest.run_successfully("printf request > /dev/udp/10.2.0.11/400")?;
+    wait_for_orchestrator_metric(guest, "coreward_orchestrate_waiting_requests{service=\"0\"}")
 }
 
 /// Waits until a metric of the orchestrator is not 0, and returns its line on the metrics page.
-fn orchestrator_metric(guest: &mut Guest, metric: &str) -> Result<String> {
-    let get = "exec 3<>/dev/tcp/127.0.0.1/7440; printf \"GET /metrics HTTP/1.0\\r\\n\\r\\n\" >&3; timeout 5 cat <&3";
+fn wait_for_orchestrator_metric(guest: &mut Guest, metric: &str) -> Result<String> {
+    let metrics_command =
+        "exec 3<>/dev/tcp/127.0.0.1/7440; printf \"GET /metrics HTTP/1.0\\r\\n\\r\\n\" >&3; timeout 5 cat <&3";
     retry_until_ok(SETTLE_TIMEOUT, || {
-        let metrics = guest.run(&format!("bash -c '{get}'"))?;
-        let line = metrics.lines().find(|line| line.starts_with(metric));
-        let line = line.with_context(|| format!("no {metric} in {metrics:?}"))?;
-        ensure!(!line.ends_with(" 0.0"), "{line}");
-        Ok(line.to_owned())
+        let metrics = guest.run_successfully(&format!("bash -c '{metrics_command}'"))?;
+        let metric_line = metrics.lines().find(|line| line.starts_with(metric));
+        let metric_line = metric_line.with_context(|| format!("no {metric} in {metrics:?}"))?;
+        ensure!(!metric_line.ends_with(" 0.0"), "{metric_line}");
+        Ok(metric_line.to_owned())
     })
 }
 
 /// Checks that requests are received by AF_XDP, with the drop-in of the package's examples.
-fn orchestrate_by_af_xdp(guest: &mut Guest) -> Result<String> {
-    guest.run(
+fn check_orchestrator_by_af_xdp(guest: &mut Guest) -> Result<String> {
+    guest.run_successfully(
         "directory=/etc/systemd/system/coreward-orchestrate.service.d; mkdir -p $directory && \
          cp /usr/share/doc/coreward-orchestrate/examples/orchestrate-af-xdp.conf $directory/af-xdp.conf && \
          sed -i '1i intake = \"af-xdp\"\\ninterface = \"srv0\"' /etc/coreward/orchestrate.toml && \
          systemctl daemon-reload && systemctl restart coreward-orchestrate",
     )?;
-    orchestrator_metric(guest, "coreward_orchestrate_intake{mode=\"af-xdp\"}")?;
-    guest.run("ip netns exec client bash -c 'printf request > /dev/udp/10.2.0.11/400'")?;
-    orchestrator_metric(guest, "coreward_orchestrate_intake_datagrams_total{outcome=\"received\"}")
+    wait_for_orchestrator_metric(guest, "coreward_orchestrate_intake{mode=\"af-xdp\"}")?;
+    guest.run_successfully("ip netns exec client bash -c 'printf request > /dev/udp/10.2.0.11/400'")?;
+    wait_for_orchestrator_metric(guest, "coreward_orchestrate_intake_datagrams_total{outcome=\"received\"}")
 }
 
-fn connect(guest: &mut Guest) -> Result<String> {
+fn check_new_connections(guest: &mut Guest) -> Result<String> {
     for number in 0..NEW_CONNECTION_COUNT {
-        request(guest, 80).with_context(|| format!("connection {number}"))?;
+        send_request(guest, 80).with_context(|| format!("connection {number}"))?;
     }
     // Finding the service's workers needs the capabilities of the agent's unit.
-    let steered = || guest.run("! coreward status | grep '! s1: 10.200.0.1:80'");
-    retry_until_ok(SETTLE_TIMEOUT, steered)?;
-    let properties = "-p NetworkNamespacePath=/run/netns/client -p StandardOutput=truncate:/run/test-load";
-    guest.run(&format!("systemd-run -q --unit test-load {properties} bash /etc/test-load"))?;
-    guest.run("mkfifo /run/test-hold.in /run/test-hold.out")?;
-    let properties = "-p NetworkNamespacePath=/run/netns/client";
-    guest.run(&format!("systemd-run -q --unit test-hold {properties} bash /etc/test-hold {OPEN_CONNECTION_COUNT}"))?;
+    let find_no_steering_warning = || guest.run_successfully("! coreward status | grep '! s1: 10.200.0.1:80'");
+    retry_until_ok(SETTLE_TIMEOUT, find_no_steering_warning)?;
+    let unit_options = "-p NetworkNamespacePath=/run/netns/client -p StandardOutput=truncate:/run/test-load";
+    guest.run_successfully(&format!("systemd-run -q --unit test-load {unit_options} bash /etc/test-load"))?;
+    guest.run_successfully("mkfifo /run/test-hold.in /run/test-hold.out")?;
+    let unit_options = "-p NetworkNamespacePath=/run/netns/client";
+    guest.run_successfully(&format!(
+        "systemd-run -q --unit test-hold {unit_options} bash /etc/test-hold {OPEN_CONNECTION_COUNT}"
+    ))?;
     check_connections(guest)
 }
 
 /// Sends requests over the held connections. Fails unless all of these, and all new connections so far, were served.
 fn check_connections(guest: &mut Guest) -> Result<String> {
-    let answered = guest.run("timeout 50 sh -c 'echo > /run/test-hold.in; cat /run/test-hold.out'")?;
+    let answered_count =
+        guest.run_successfully("timeout 50 sh -c 'echo > /run/test-hold.in; cat /run/test-hold.out'")?;
     ensure!(
-        answered.trim() == OPEN_CONNECTION_COUNT.to_string(),
+        answered_count.trim() == OPEN_CONNECTION_COUNT.to_string(),
         "{} of {OPEN_CONNECTION_COUNT} held connections were served",
-        answered.trim()
+        answered_count.trim()
     );
-    let [served, failed] = ["served", "failed"]
-        .map(|word| guest.run(&format!("grep -c {word} /run/test-load || true")).map(|count| count.trim().to_owned()));
-    let (served, failed) = (served?, failed?);
+    let [served_result, failed_result] = ["served", "failed"].map(|word| {
+        guest.run_successfully(&format!("grep -c {word} /run/test-load || true")).map(|count| count.trim().to_owned())
+    });
+    let (served, failed) = (served_result?, failed_result?);
     ensure!(failed == "0" && served != "0", "{failed} new connections failed, {served} were served");
     Ok(format!("{OPEN_CONNECTION_COUNT} held connections, {served} new ones, 0 failed"))
 }
 
-fn reload(guest: &mut Guest) -> Result<String> {
-    let pids = main_pids(guest)?;
-    let more = "[[service]]\\nname = \"more\"\\nvip = \"10.200.0.1:8080\"\\nconsistency = \"stateful\"\\n";
-    guest.run(&format!("printf '{more}' >> /etc/coreward/fleet.toml && systemctl reload coreward-controller"))?;
-    retry_until_ok(SETTLE_TIMEOUT, || request(guest, 8080)).context("the service that was added")?;
+fn check_reload(guest: &mut Guest) -> Result<String> {
+    let pids_before = main_pids(guest)?;
+    let added_service = "[[service]]\\nname = \"more\"\\nvip = \"10.200.0.1:8080\"\\nconsistency = \"stateful\"\\n";
+    guest.run_successfully(&format!(
+        "printf '{added_service}' >> /etc/coreward/fleet.toml && systemctl reload coreward-controller"
+    ))?;
+    retry_until_ok(SETTLE_TIMEOUT, || send_request(guest, 8080)).context("the service that was added")?;
     let (status, _) = guest
         .try_run("echo wrong >> /etc/coreward/controller.toml; systemctl reload coreward-controller", SETTLE_TIMEOUT)?;
     ensure!(status != 0, "a wrong controller.toml was taken");
-    guest.run("sed -i '/^wrong$/d' /etc/coreward/controller.toml && systemctl reload coreward-controller")?;
-    let dispatch = "[[dispatch.service]]\\nlisten = \"0.0.0.0:5353\"\\npolicy = \"jsq\"\\n";
-    guest.run(&format!("printf '{dispatch}' >> /etc/coreward/agent.toml && systemctl reload coreward-agent"))?;
-    retry_until_ok(SETTLE_TIMEOUT, || guest.run("journalctl -q -o cat -u coreward-agent | grep -i dispatch"))?;
-    let after = main_pids(guest)?;
-    ensure!(after == pids, "the processes were {pids:?}, now {after:?}");
+    guest.run_successfully(
+        "sed -i '/^wrong$/d' /etc/coreward/controller.toml && systemctl reload coreward-controller",
+    )?;
+    let added_dispatch = "[[dispatch.service]]\\nlisten = \"0.0.0.0:5353\"\\npolicy = \"jsq\"\\n";
+    guest.run_successfully(&format!(
+        "printf '{added_dispatch}' >> /etc/coreward/agent.toml && systemctl reload coreward-agent"
+    ))?;
+    retry_until_ok(SETTLE_TIMEOUT, || {
+        guest.run_successfully("journalctl -q -o cat -u coreward-agent | grep -i dispatch")
+    })?;
+    let pids_after = main_pids(guest)?;
+    ensure!(pids_after == pids_before, "the processes were {pids_before:?}, now {pids_after:?}");
     check_connections(guest)
 }
 
-fn upgrade(guest: &mut Guest) -> Result<String> {
-    let before = main_pids(guest)?;
-    apt(guest, "install /root/debs/new/*.deb")?;
-    let after = main_pids(guest)?;
-    ensure!(before.iter().zip(&after).all(|(old, new)| old != new), "the processes were {before:?}, now {after:?}");
-    request(guest, 8080)?;
-    let found = check_connections(guest)?;
-    let version = guest.run("dpkg-query -W -f '${Version}' coreward-lb")?;
-    Ok(format!("{}: {found}", version.trim()))
+fn check_upgrade(guest: &mut Guest) -> Result<String> {
+    let pids_before = main_pids(guest)?;
+    run_apt_get(guest, "install /root/debs/new/*.deb")?;
+    let pids_after = main_pids(guest)?;
+    ensure!(
+        pids_before.iter().zip(&pids_after).all(|(old, new)| old != new),
+        "the processes were {pids_before:?}, now {pids_after:?}"
+    );
+    send_request(guest, 8080)?;
+    let connection_summary = check_connections(guest)?;
+    let version = guest.run_successfully("dpkg-query -W -f '${Version}' coreward-lb")?;
+    Ok(format!("{}: {connection_summary}", version.trim()))
 }
 
 fn check_watchdog(guest: &mut Guest) -> Result<String> {
     for daemon in DAEMONS {
         let pid = main_pid(guest, daemon)?;
-        guest.run(&format!("kill -STOP {pid}"))?;
+        guest.run_successfully(&format!("kill -STOP {pid}"))?;
         retry_until_ok(SETTLE_TIMEOUT, || {
-            let now = main_pid(guest, daemon)?;
-            if now == pid {
+            let current_pid = main_pid(guest, daemon)?;
+            if current_pid == pid {
                 bail!("{daemon} is still process {pid}");
             }
             Ok(())
         })?;
-        guest.run(&format!("journalctl -q -o cat -b -u {} | grep -q 'Watchdog timeout'", unit(daemon)))?;
+        guest.run_successfully(&format!(
+            "journalctl -q -o cat -b -u {} | grep -q 'Watchdog timeout'",
+            unit_name(daemon)
+        ))?;
         check_connections(guest).with_context(|| format!("after {daemon}"))?;
     }
     check_no_denials(guest)?;
@@ -477,27 +539,28 @@ fn check_watchdog(guest: &mut Guest) -> Result<String> {
 
 /// Fails when a daemon has logged, since the guest was booted, that an operation was not permitted.
 fn check_no_denials(guest: &mut Guest) -> Result<()> {
-    let denied = guest.run(&format!("journalctl -q -o cat -u 'coreward-*' | grep -E '{PERMISSION_ERRORS}' || true"))?;
-    ensure!(denied.trim().is_empty(), "the daemons were denied: {denied}");
+    let denial_messages = guest
+        .run_successfully(&format!("journalctl -q -o cat -u 'coreward-*' | grep -E '{PERMISSION_ERRORS}' || true"))?;
+    ensure!(denial_messages.trim().is_empty(), "the daemons were denied: {denial_messages}");
     Ok(())
 }
 
-fn reboot(guest: &mut Guest) -> Result<String> {
+fn check_start_at_boot(guest: &mut Guest) -> Result<String> {
     let pids = retry_until_ok(SETTLE_TIMEOUT, || main_pids(guest))?;
-    retry_until_ok(SETTLE_TIMEOUT, || request(guest, 80))?;
+    retry_until_ok(SETTLE_TIMEOUT, || send_request(guest, 80))?;
     Ok(format!("processes {pids:?}"))
 }
 
-fn remove(guest: &mut Guest) -> Result<String> {
+fn check_removal(guest: &mut Guest) -> Result<String> {
     check_no_denials(guest)?;
-    apt(guest, &format!("remove {}", DAEMONS.map(|daemon| format!("coreward-{daemon}")).join(" ")))?;
+    run_apt_get(guest, &format!("remove {}", DAEMONS.map(|daemon| format!("coreward-{daemon}")).join(" ")))?;
     for daemon in DAEMONS {
-        let (status, _) = guest.try_run(&format!("systemctl is-active {}", unit(daemon)), SETTLE_TIMEOUT)?;
+        let (status, _) = guest.try_run(&format!("systemctl is-active {}", unit_name(daemon)), SETTLE_TIMEOUT)?;
         ensure!(status != 0, "{daemon} is active");
     }
-    request(guest, 80).context("after the removal")?;
-    guest.run("nsenter --net=/run/netns/lb coreward lb --config /etc/coreward/lb.toml --detach")?;
-    ensure!(request(guest, 80).is_err(), "the load balancer forwards after --detach");
-    guest.run("coreward agent --config /etc/coreward/agent.toml --detach")?;
+    send_request(guest, 80).context("after the removal")?;
+    guest.run_successfully("nsenter --net=/run/netns/lb coreward lb --config /etc/coreward/lb.toml --detach")?;
+    ensure!(send_request(guest, 80).is_err(), "the load balancer forwards after --detach");
+    guest.run_successfully("coreward agent --config /etc/coreward/agent.toml --detach")?;
     Ok("forwarded until --detach".to_owned())
 }

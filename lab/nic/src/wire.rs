@@ -12,14 +12,15 @@ use nix::errno::Errno;
 use nix::sys::socket::{LinkAddr, MsgFlags, sendto};
 use socket2::{Domain, Socket, Type};
 
-use crate::guest::{MAC_ADDRESS, TAP};
-use crate::packages::Packages;
-use crate::process::{command_tied_to_parent, run};
+use crate::guest::{FIRST_NIC_MAC, FIRST_TAP_NAME};
+use crate::packages::FetchedPackages;
+use crate::process::{command_tied_to_parent, run_to_end};
 
 /// Destination of IPv4 SYNs, which is an address on the guest's loopback.
-pub const VIP: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 200, 0, 1), 80);
+pub const IPV4_DESTINATION: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 200, 0, 1), 80);
 /// Destination of IPv6 SYNs. The guest has no such address, because its IPv6 is off.
-pub const VIP_IPV6: SocketAddrV6 = SocketAddrV6::new(ipv6_address(VIP.ip().to_bits()), VIP.port(), 0, 0);
+pub const IPV6_DESTINATION: SocketAddrV6 =
+    SocketAddrV6::new(ipv6_for_ipv4(IPV4_DESTINATION.ip().to_bits()), IPV4_DESTINATION.port(), 0, 0);
 /// Destination of packets that a guest forwards by a route.
 pub const FORWARDED_DESTINATION: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 9, 0, 2), 80);
 /// Load balancer that encapsulates, and the server's address in its outer headers.
@@ -31,21 +32,21 @@ pub const FLOWS_PER_FAMILY: u16 = 64;
 pub const FLOW_COUNT: u16 = 2 * FLOWS_PER_FAMILY;
 
 /// MAC address of the host's end of the link to the guest.
-const OWN_MAC: [u8; 6] = [0x02, 0xc0, 0x4e, 0x00, 0x01, 0xfd];
+const HOST_MAC: [u8; 6] = [0x02, 0xc0, 0x4e, 0x00, 0x01, 0xfd];
 /// Timestamps option (RFC 7323) after two no-operation options (RFC 9293).
-const TCP_OPTIONS: [u8; 12] = [1, 1, 8, 10, 0, 0, 0, 1, 0, 0, 0, 0];
-const TCP: u8 = 6;
+const TIMESTAMP_OPTIONS: [u8; 12] = [1, 1, 8, 10, 0, 0, 0, 1, 0, 0, 0, 0];
+const PROTOCOL_TCP: u8 = 6;
 const UDP: u8 = 17;
-const SYN: u8 = 0x02;
-const ACK: u8 = 0x10;
+const TCP_FLAG_SYN: u8 = 0x02;
+const TCP_FLAG_ACK: u8 = 0x10;
 
 /// Returns the IPv6 address whose last bits are those of an IPv4 address.
-const fn ipv6_address(ipv4: u32) -> Ipv6Addr {
+const fn ipv6_for_ipv4(ipv4: u32) -> Ipv6Addr {
     Ipv6Addr::from_bits(0x2001_0db8 << 96 | ipv4 as u128)
 }
 
 /// Returns the flows of a measurement, each with another client address and port: all IPv4 flows, then all IPv6 flows.
-pub fn flows() -> impl Iterator<Item = FourTuple> {
+pub fn measured_flows() -> impl Iterator<Item = FourTuple> {
     flows_of_round(0).chain(flows_of_round(0).map(|flow| in_ipv6(&flow)))
 }
 
@@ -58,7 +59,7 @@ pub fn gue_flows() -> impl Iterator<Item = FourTuple> {
 
 fn in_ipv6(flow: &FourTuple) -> FourTuple {
     let (SocketAddr::V4(client), SocketAddr::V4(vip)) = (flow.client(), flow.vip()) else { return *flow };
-    let [client, vip] = [client, vip].map(|v4| (ipv6_address(v4.ip().to_bits()), v4.port()));
+    let [client, vip] = [client, vip].map(|v4| (ipv6_for_ipv4(v4.ip().to_bits()), v4.port()));
     FourTuple::ipv6(client, vip)
 }
 
@@ -66,15 +67,17 @@ fn in_ipv6(flow: &FourTuple) -> FourTuple {
 pub fn flows_of_round(round: u8) -> impl Iterator<Item = FourTuple> + Clone {
     (0..FLOWS_PER_FAMILY).map(move |flow| {
         // Steps coprime to 250 and 60,000, so that no address or port repeats.
-        let [third, fourth] = [flow * 91 % 250, 1 + flow * 37 % 250].map(|byte| byte as u8);
-        let client =
-            (Ipv4Addr::new(10, 1, ((u16::from(third) + u16::from(round)) % 250) as u8, fourth), 1024 + flow * 907);
-        FourTuple::ipv4(client, (*VIP.ip(), VIP.port()))
+        let [third_byte, fourth_byte] = [flow * 91 % 250, 1 + flow * 37 % 250].map(|byte| byte as u8);
+        let client_endpoint = (
+            Ipv4Addr::new(10, 1, ((u16::from(third_byte) + u16::from(round)) % 250) as u8, fourth_byte),
+            1024 + flow * 907,
+        );
+        FourTuple::ipv4(client_endpoint, (*IPV4_DESTINATION.ip(), IPV4_DESTINATION.port()))
     })
 }
 
 /// Moves this process into a new network namespace, which ends with the process. Call it before starting threads.
-pub fn enter_namespace() -> Result<()> {
+pub fn enter_network_namespace() -> Result<()> {
     nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET).context("a network namespace cannot be made")?;
     // Without IPv6 no neighbour discovery disturbs the counted packets.
     match fs::write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1") {
@@ -84,48 +87,56 @@ pub fn enter_namespace() -> Result<()> {
 }
 
 /// Packet socket on the tap device of a guest, by which frames are sent to it.
-pub struct GuestLink {
-    socket: Socket,
-    tap: LinkAddr,
+pub struct GuestTap {
+    packet_socket: Socket,
+    tap_address: LinkAddr,
 }
 
-impl GuestLink {
+impl GuestTap {
     /// Waits until QEMU has created the guest's tap device, and sets it up. Fails when it does not exist after 10 s.
-    pub fn connect(packages: &Packages) -> Result<Self> {
-        let end = Instant::now() + Duration::from_secs(10);
-        let set_up = || run(command_tied_to_parent(packages.busybox()).args(["ip", "link", "set", TAP, "up"]));
-        while let Err(error) = set_up() {
-            if Instant::now() > end {
+    pub fn set_up_tap(packages: &FetchedPackages) -> Result<Self> {
+        let deadline = Instant::now() + Duration::from_secs(10);
+        let set_tap_up = || {
+            run_to_end(command_tied_to_parent(packages.busybox_path()).args([
+                "ip",
+                "link",
+                "set",
+                FIRST_TAP_NAME,
+                "up",
+            ]))
+        };
+        while let Err(error) = set_tap_up() {
+            if Instant::now() > deadline {
                 bail!(error);
             }
             std::thread::sleep(Duration::from_millis(50));
         }
         let interfaces = nix::ifaddrs::getifaddrs().context("the network interfaces")?;
-        let mut addresses = interfaces.filter(|interface| interface.interface_name == TAP);
-        let tap = addresses.find_map(|interface| interface.address?.as_link_addr().copied());
-        let socket = Socket::new(Domain::PACKET, Type::RAW, None).context("a packet socket")?;
-        Ok(Self { socket, tap: tap.with_context(|| format!("{TAP} has no index"))? })
+        let mut tap_interfaces = interfaces.filter(|interface| interface.interface_name == FIRST_TAP_NAME);
+        let tap_address = tap_interfaces.find_map(|interface| interface.address?.as_link_addr().copied());
+        let packet_socket = Socket::new(Domain::PACKET, Type::RAW, None).context("a packet socket")?;
+        Ok(Self { packet_socket, tap_address: tap_address.with_context(|| format!("{FIRST_TAP_NAME} has no index"))? })
     }
 
     /// Sends the SYN of a flow to the guest. Fails when the kernel rejects it.
     pub fn send_syn(&self, flow: &FourTuple) -> Result<()> {
-        self.send(flow, &frame(flow, SYN)?, 1)
+        self.send(flow, &build_tcp_frame(flow, TCP_FLAG_SYN)?, 1)
     }
 
     /// Sends a SYN with an outer header by GUE. Fails when the kernel rejects it.
     pub fn send_gue_syn(&self, outer: &FourTuple) -> Result<()> {
         let inner = flows_of_round(0).next().context("a flow")?;
-        self.send(outer, &gue_frame(outer, &packet(&inner, SYN)?.1)?, 1)
+        self.send(outer, &gue_frame(outer, &packet(&inner, TCP_FLAG_SYN)?.1)?, 1)
     }
 
     /// Sends `count` ACKs of an established connection to the guest. Fails when the kernel rejects one.
     pub fn send_acks(&self, flow: &FourTuple, count: u32) -> Result<()> {
-        self.send(flow, &frame(flow, ACK)?, count)
+        self.send(flow, &build_tcp_frame(flow, TCP_FLAG_ACK)?, count)
     }
 
     fn send(&self, flow: &FourTuple, frame: &[u8], count: u32) -> Result<()> {
         for _ in 0..count {
-            match sendto(self.socket.as_raw_fd(), frame, &self.tap, MsgFlags::empty()) {
+            match sendto(self.packet_socket.as_raw_fd(), frame, &self.tap_address, MsgFlags::empty()) {
                 // The tap's queue is full: a lost packet.
                 Ok(_) | Err(Errno::ENOBUFS) => {}
                 Err(errno) => return Err(errno).with_context(|| format!("a packet of {flow:?}")),
@@ -136,20 +147,20 @@ impl GuestLink {
 }
 
 /// Returns a frame to the guest with a TCP segment like a Linux client's, except for options other than timestamps.
-fn frame(flow: &FourTuple, flags: u8) -> Result<Vec<u8>> {
+fn build_tcp_frame(flow: &FourTuple, flags: u8) -> Result<Vec<u8>> {
     let (ethertype, packet) = packet(flow, flags)?;
-    Ok([&MAC_ADDRESS[..], &OWN_MAC, &ethertype, &packet].concat())
+    Ok([&FIRST_NIC_MAC[..], &HOST_MAC, &ethertype, &packet].concat())
 }
 
 /// Returns ethertype and IP packet of a TCP segment.
 fn packet(flow: &FourTuple, flags: u8) -> Result<([u8; 2], Vec<u8>)> {
-    let mut tcp = tcp_segment(flow, flags);
-    let length = tcp.len() as u8;
-    let (ethertype, header, addresses) = ip_header(flow, TCP, length)?;
-    let pseudo_header = [&header[addresses..], &[0, TCP, 0, length]].concat();
-    let checksum = internet_checksum(&[&pseudo_header[..], &tcp].concat());
-    tcp[16..18].copy_from_slice(&checksum.to_be_bytes());
-    Ok((ethertype, [header, tcp].concat()))
+    let mut tcp_segment = segment_without_checksum(flow, flags);
+    let segment_bytes = tcp_segment.len() as u8;
+    let (ethertype, header, addresses) = ip_header(flow, PROTOCOL_TCP, segment_bytes)?;
+    let pseudo_header = [&header[addresses..], &[0, PROTOCOL_TCP, 0, segment_bytes]].concat();
+    let checksum = internet_checksum(&[&pseudo_header[..], &tcp_segment].concat());
+    tcp_segment[16..18].copy_from_slice(&checksum.to_be_bytes());
+    Ok((ethertype, [header, tcp_segment].concat()))
 }
 
 /// Returns a frame with an IP packet in an outer header, without outer UDP checksum (docs/design.md).
@@ -157,7 +168,7 @@ fn gue_frame(outer: &FourTuple, packet: &[u8]) -> Result<Vec<u8>> {
     let length = 8 + packet.len() as u8;
     let (ethertype, header, _) = ip_header(outer, UDP, length)?;
     let ports = [outer.client(), outer.vip()].map(|socket| socket.port().to_be_bytes()).concat();
-    Ok([&MAC_ADDRESS[..], &OWN_MAC, &ethertype, &header, &ports, &[0, length, 0, 0], packet].concat())
+    Ok([&FIRST_NIC_MAC[..], &HOST_MAC, &ethertype, &header, &ports, &[0, length, 0, 0], packet].concat())
 }
 
 /// Returns ethertype, header, and the offset of the addresses in the header.
@@ -174,12 +185,12 @@ fn ip_header(flow: &FourTuple, protocol: u8, payload: u8) -> Result<([u8; 2], Ve
 }
 
 /// Returns a TCP segment without data, whose checksum is still 0.
-fn tcp_segment(flow: &FourTuple, flags: u8) -> Vec<u8> {
-    let ports = [flow.client(), flow.vip()].map(|socket| socket.port().to_be_bytes()).concat();
-    let data_offset = ((20 + TCP_OPTIONS.len()) / 4) as u8;
+fn segment_without_checksum(flow: &FourTuple, flags: u8) -> Vec<u8> {
+    let port_bytes = [flow.client(), flow.vip()].map(|socket| socket.port().to_be_bytes()).concat();
+    let data_offset = ((20 + TIMESTAMP_OPTIONS.len()) / 4) as u8;
     // sequence number 1, no acknowledgement, data offset, flags, window, no checksum yet, no urgent data
     let fields = [0, 0, 0, 1, 0, 0, 0, 0, data_offset << 4, flags, 0xfa, 0xf0, 0, 0, 0, 0];
-    [&ports[..], &fields, &TCP_OPTIONS].concat()
+    [&port_bytes[..], &fields, &TIMESTAMP_OPTIONS].concat()
 }
 
 fn ipv4_header(addresses: [Ipv4Addr; 2], protocol: u8, payload: u8) -> Vec<u8> {
@@ -199,9 +210,9 @@ fn ipv6_header(addresses: [Ipv6Addr; 2], protocol: u8, payload: u8) -> Vec<u8> {
 
 /// Returns the Internet checksum of an even number of bytes: the complement of their ones' complement sum (RFC 1071).
 fn internet_checksum(bytes: &[u8]) -> u16 {
-    let sum: u32 = bytes.chunks_exact(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], pair[1]]))).sum();
-    let folded = (sum & 0xffff) + (sum >> 16);
-    !((folded & 0xffff) + (folded >> 16)) as u16
+    let word_sum: u32 = bytes.chunks_exact(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], pair[1]]))).sum();
+    let folded_sum = (word_sum & 0xffff) + (word_sum >> 16);
+    !((folded_sum & 0xffff) + (folded_sum >> 16)) as u16
 }
 
 #[cfg(test)]
@@ -211,10 +222,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn flows_have_different_tuples() {
-        let all: BTreeSet<_> = (0..250).flat_map(flows_of_round).collect();
-        assert_eq!(all.len(), 250 * usize::from(FLOWS_PER_FAMILY));
-        assert_eq!(flows().collect::<BTreeSet<_>>().len(), usize::from(FLOW_COUNT));
+    fn flows_of_all_rounds_have_different_four_tuples() {
+        let flows_of_all_rounds: BTreeSet<_> = (0..250).flat_map(flows_of_round).collect();
+        assert_eq!(flows_of_all_rounds.len(), 250 * usize::from(FLOWS_PER_FAMILY));
+        assert_eq!(measured_flows().collect::<BTreeSet<_>>().len(), usize::from(FLOW_COUNT));
     }
 
     #[test]
@@ -229,12 +240,12 @@ mod tests {
     }
 
     #[test]
-    fn checksums_are_right() {
+    fn ip_and_tcp_checksums_of_built_frames_are_correct() {
         for (flow, header, addresses) in [(5, 20, 12), (FLOWS_PER_FAMILY + 5, 40, 8)] {
-            let frame = frame(&flows().nth(flow.into()).unwrap(), SYN).unwrap();
-            let (ip, tcp) = frame[14..].split_at(header);
+            let tcp_frame = build_tcp_frame(&measured_flows().nth(flow.into()).unwrap(), TCP_FLAG_SYN).unwrap();
+            let (ip, tcp) = tcp_frame[14..].split_at(header);
             assert!(header == 40 || internet_checksum(ip) == 0);
-            let pseudo_header = [&ip[addresses..], &[0, TCP, 0, tcp.len() as u8]].concat();
+            let pseudo_header = [&ip[addresses..], &[0, PROTOCOL_TCP, 0, tcp.len() as u8]].concat();
             assert_eq!(internet_checksum(&[&pseudo_header[..], tcp].concat()), 0);
         }
     }

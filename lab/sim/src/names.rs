@@ -21,20 +21,20 @@ impl UnknownName {
         Self { kind, given: given.to_owned(), known: known.into_iter().map(Into::into).collect() }
     }
 
-    pub fn nearest(&self) -> Vec<&str> {
-        let given = self.given.to_lowercase();
-        let mut alike: Vec<(f64, &str)> = self
+    pub fn nearest_names(&self) -> Vec<&str> {
+        let lowercase_name = self.given.to_lowercase();
+        let mut similar_names: Vec<(f64, &str)> = self
             .known
             .iter()
-            .map(|name| (strsim::jaro_winkler(&given, &name.to_lowercase()), name.as_str()))
+            .map(|name| (strsim::jaro_winkler(&lowercase_name, &name.to_lowercase()), name.as_str()))
             .filter(|(likeness, _)| *likeness >= MIN_SIMILARITY)
             .collect();
-        alike.sort_by(|(a, _), (b, _)| b.total_cmp(a));
-        alike.into_iter().take(MAX_SUGGESTIONS).map(|(_, name)| name).collect()
+        similar_names.sort_by(|(a, _), (b, _)| b.total_cmp(a));
+        similar_names.into_iter().take(MAX_SUGGESTIONS).map(|(_, name)| name).collect()
     }
 
     fn hint(&self) -> String {
-        match self.nearest()[..] {
+        match self.nearest_names()[..] {
             [] => String::new(),
             ref nearest => format!("did you mean {}? ", nearest.join(" or ")),
         }
@@ -47,10 +47,10 @@ mod tests {
 
     #[test]
     fn nearest_names_are_suggested() {
-        let unknown = UnknownName::new("policy", "crosrss", ["hash", "rr", "crossrss", "crossrss-plus"]);
-        assert_eq!(unknown.nearest(), ["crossrss", "crossrss-plus"]);
+        let error = UnknownName::new("policy", "crosrss", ["hash", "rr", "crossrss", "crossrss-plus"]);
+        assert_eq!(error.nearest_names(), ["crossrss", "crossrss-plus"]);
         assert_eq!(
-            unknown.to_string(),
+            error.to_string(),
             "policy \"crosrss\" does not exist: did you mean crossrss or crossrss-plus? \
              expected one of hash, rr, crossrss, crossrss-plus"
         );

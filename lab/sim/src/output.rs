@@ -30,7 +30,7 @@ pub trait Printable: Serialize {
     fn render(&self, format: Format) -> String {
         match format {
             Format::Json => serde_json::to_string_pretty(self).expect("results have string keys only") + "\n",
-            Format::Csv => csv(&self.columns(), &self.rows()),
+            Format::Csv => format_csv(&self.columns(), &self.rows()),
             Format::Text => {
                 let mut table = Table::new();
                 table.load_style(comfy_table::presets::UTF8_BORDERS_ONLY);
@@ -44,10 +44,10 @@ pub trait Printable: Serialize {
 }
 
 /// Returns comma-separated values with a header line (RFC 4180, but with line feeds as line ends).
-pub fn csv<C: AsRef<str>>(columns: &[C], rows: &[Vec<String>]) -> String {
-    let line = |cells: &mut dyn Iterator<Item = &str>| cells.map(csv_cell).collect::<Vec<_>>().join(",") + "\n";
-    let header = line(&mut columns.iter().map(AsRef::as_ref));
-    rows.iter().fold(header, |text, row| text + &line(&mut row.iter().map(String::as_str)))
+pub fn format_csv<C: AsRef<str>>(columns: &[C], rows: &[Vec<String>]) -> String {
+    let csv_line = |cells: &mut dyn Iterator<Item = &str>| cells.map(csv_cell).collect::<Vec<_>>().join(",") + "\n";
+    let header = csv_line(&mut columns.iter().map(AsRef::as_ref));
+    rows.iter().fold(header, |text, row| text + &csv_line(&mut row.iter().map(String::as_str)))
 }
 
 fn csv_cell(cell: &str) -> String {
@@ -59,8 +59,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn cells_are_quoted_where_needed() {
+    fn csv_cells_with_commas_or_quotes_are_quoted() {
         let rows = vec![vec!["a,b".to_owned(), "say \"x\"".to_owned()], vec!["1".to_owned(), "2".to_owned()]];
-        assert_eq!(csv(&["p", "q"], &rows), "p,q\n\"a,b\",\"say \"\"x\"\"\"\n1,2\n");
+        assert_eq!(format_csv(&["p", "q"], &rows), "p,q\n\"a,b\",\"say \"\"x\"\"\"\n1,2\n");
     }
 }

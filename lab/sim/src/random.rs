@@ -15,39 +15,39 @@ const LAYER_COUNT: usize = 256;
 #[derive(Debug)]
 struct Ziggurat {
     /// Right ends of the layers, from the lowest layer up, whose end includes the tail's area; the last value is 0.
-    ends: [f64; LAYER_COUNT + 1],
+    layer_ends: [f64; LAYER_COUNT + 1],
     /// Density at the right ends of the layers.
-    heights: [f64; LAYER_COUNT + 1],
+    layer_heights: [f64; LAYER_COUNT + 1],
 }
 
 impl Ziggurat {
     /// Computes the layers from the start of the tail and the area of each layer, which are given in the paper.
-    fn new(tail: f64, area: f64, density: fn(f64) -> f64, inverse: fn(f64) -> f64) -> Self {
-        let mut ends = [0.0; LAYER_COUNT + 1];
-        (ends[0], ends[1]) = (area / density(tail), tail);
+    fn new(tail_start: f64, layer_area: f64, density: fn(f64) -> f64, inverse: fn(f64) -> f64) -> Self {
+        let mut layer_ends = [0.0; LAYER_COUNT + 1];
+        (layer_ends[0], layer_ends[1]) = (layer_area / density(tail_start), tail_start);
         for layer in 2..LAYER_COUNT {
-            ends[layer] = inverse(density(ends[layer - 1]) + area / ends[layer - 1]);
+            layer_ends[layer] = inverse(density(layer_ends[layer - 1]) + layer_area / layer_ends[layer - 1]);
         }
-        Self { ends, heights: ends.map(density) }
+        Self { layer_ends, layer_heights: layer_ends.map(density) }
     }
 
     /// Returns whether a point at `x`, at a random height within the layer, is below the density.
     #[cold]
     fn is_below_density(&self, rng: &mut impl Rng, layer: usize, density: f64) -> bool {
-        let (low, high) = (self.heights[layer], self.heights[layer + 1]);
+        let (low, high) = (self.layer_heights[layer], self.layer_heights[layer + 1]);
         low + (high - low) * uniform_unit(rng) < density
     }
 }
 
-const EXPONENTIAL_TAIL: f64 = 7.697_117_470_131_05;
-static EXPONENTIAL: LazyLock<Ziggurat> = LazyLock::new(|| {
-    Ziggurat::new(EXPONENTIAL_TAIL, 3.949_659_822_581_557e-3, |x| libm::exp(-x), |height| -libm::log(height))
+const EXPONENTIAL_TAIL_START: f64 = 7.697_117_470_131_05;
+static EXPONENTIAL_ZIGGURAT: LazyLock<Ziggurat> = LazyLock::new(|| {
+    Ziggurat::new(EXPONENTIAL_TAIL_START, 3.949_659_822_581_557e-3, |x| libm::exp(-x), |height| -libm::log(height))
 });
 
-const NORMAL_TAIL: f64 = 3.654_152_885_361_009;
-static NORMAL: LazyLock<Ziggurat> = LazyLock::new(|| {
-    let inverse = |height| (-2.0 * libm::log(height)).sqrt();
-    Ziggurat::new(NORMAL_TAIL, 4.928_673_233_974_655e-3, |x| libm::exp(-x * x / 2.0), inverse)
+const NORMAL_TAIL_START: f64 = 3.654_152_885_361_009;
+static NORMAL_ZIGGURAT: LazyLock<Ziggurat> = LazyLock::new(|| {
+    let inverse_density = |height| (-2.0 * libm::log(height)).sqrt();
+    Ziggurat::new(NORMAL_TAIL_START, 4.928_673_233_974_655e-3, |x| libm::exp(-x * x / 2.0), inverse_density)
 });
 
 /// Returns a uniform number in [0, 1) with 53 random bits.
@@ -57,25 +57,25 @@ pub fn uniform_unit(rng: &mut impl Rng) -> f64 {
 }
 
 /// Returns a uniform number in (0, 1], whose logarithm is finite.
-fn above_zero(rng: &mut impl Rng) -> f64 {
+fn uniform_above_zero(rng: &mut impl Rng) -> f64 {
     1.0 - uniform_unit(rng)
 }
 
 /// Returns an exponentially distributed number with mean 1.
 #[inline]
 pub fn exponential(rng: &mut impl Rng) -> f64 {
-    let ziggurat = &*EXPONENTIAL;
+    let ziggurat = &*EXPONENTIAL_ZIGGURAT;
     loop {
-        let drawn = rng.next_u64();
+        let random_bits = rng.next_u64();
         // The lowest bits select the layer, the highest 53 bits the position in the layer.
-        let layer = drawn as usize % LAYER_COUNT;
-        let x = (drawn >> 11) as f64 * const { 1.0 / (1u64 << 53) as f64 } * ziggurat.ends[layer];
-        if x < ziggurat.ends[layer + 1] {
+        let layer = random_bits as usize % LAYER_COUNT;
+        let x = (random_bits >> 11) as f64 * const { 1.0 / (1u64 << 53) as f64 } * ziggurat.layer_ends[layer];
+        if x < ziggurat.layer_ends[layer + 1] {
             return x;
         }
         if layer == 0 {
             // The tail of an exponential is an exponential.
-            return EXPONENTIAL_TAIL - libm::log(above_zero(rng));
+            return EXPONENTIAL_TAIL_START - libm::log(uniform_above_zero(rng));
         }
         if ziggurat.is_below_density(rng, layer, libm::exp(-x)) {
             return x;
@@ -86,13 +86,13 @@ pub fn exponential(rng: &mut impl Rng) -> f64 {
 /// Returns a normally distributed number with mean 0 and variance 1.
 #[inline]
 pub fn standard_normal(rng: &mut impl Rng) -> f64 {
-    let ziggurat = &*NORMAL;
+    let ziggurat = &*NORMAL_ZIGGURAT;
     loop {
-        let drawn = rng.next_u64();
-        let layer = drawn as usize % LAYER_COUNT;
-        let sign = if drawn & LAYER_COUNT as u64 == 0 { 1.0 } else { -1.0 };
-        let x = (drawn >> 11) as f64 * const { 1.0 / (1u64 << 53) as f64 } * ziggurat.ends[layer];
-        if x < ziggurat.ends[layer + 1] {
+        let random_bits = rng.next_u64();
+        let layer = random_bits as usize % LAYER_COUNT;
+        let sign = if random_bits & LAYER_COUNT as u64 == 0 { 1.0 } else { -1.0 };
+        let x = (random_bits >> 11) as f64 * const { 1.0 / (1u64 << 53) as f64 } * ziggurat.layer_ends[layer];
+        if x < ziggurat.layer_ends[layer + 1] {
             return sign * x;
         }
         if layer == 0 {
@@ -109,16 +109,16 @@ pub fn standard_normal(rng: &mut impl Rng) -> f64 {
 #[cold]
 fn normal_tail(rng: &mut impl Rng) -> f64 {
     loop {
-        let x = -libm::log(above_zero(rng)) / NORMAL_TAIL;
-        if -2.0 * libm::log(above_zero(rng)) >= x * x {
-            return NORMAL_TAIL + x;
+        let x = -libm::log(uniform_above_zero(rng)) / NORMAL_TAIL_START;
+        if -2.0 * libm::log(uniform_above_zero(rng)) >= x * x {
+            return NORMAL_TAIL_START + x;
         }
     }
 }
 
 /// Returns a log-normal number: the exponential of a normal number with this mean and standard deviation.
-pub fn log_normal(rng: &mut impl Rng, mean: f64, deviation: f64) -> f64 {
-    libm::exp(mean + deviation * standard_normal(rng))
+pub fn log_normal(rng: &mut impl Rng, mean: f64, standard_deviation: f64) -> f64 {
+    libm::exp(mean + standard_deviation * standard_normal(rng))
 }
 
 #[cfg(test)]
@@ -130,45 +130,54 @@ mod tests {
     const DRAW_COUNT: usize = 1_000_000;
 
     /// Returns the Kolmogorov-Smirnov distance between random draws and a distribution function.
-    fn distance(draw: impl FnMut() -> f64, distribution: impl Fn(f64) -> f64) -> f64 {
+    fn kolmogorov_smirnov_distance(draw: impl FnMut() -> f64, distribution: impl Fn(f64) -> f64) -> f64 {
         let mut draws: Vec<f64> = std::iter::repeat_with(draw).take(DRAW_COUNT).collect();
         draws.sort_by(f64::total_cmp);
-        let apart = |(i, x): (usize, &f64)| (distribution(*x) - (i as f64 + 0.5) / DRAW_COUNT as f64).abs();
-        draws.iter().enumerate().map(apart).fold(0.0, f64::max)
+        let difference = |(i, x): (usize, &f64)| (distribution(*x) - (i as f64 + 0.5) / DRAW_COUNT as f64).abs();
+        draws.iter().enumerate().map(difference).fold(0.0, f64::max)
     }
 
     /// Distance that only one in a thousand samples exceeds: 1.95 / sqrt(n).
-    const LIMIT: f64 = 1.95e-3;
+    const MAX_DISTANCE: f64 = 1.95e-3;
 
     #[test]
     fn draws_follow_their_distributions() {
         let mut rng = seeded_rng(1, 0);
-        assert!(distance(|| uniform_unit(&mut rng), |x| x) < LIMIT);
-        assert!(distance(|| exponential(&mut rng), |x| 1.0 - libm::exp(-x)) < LIMIT);
-        let normal = |x: f64| 0.5 * libm::erfc(-x / 2f64.sqrt());
-        assert!(distance(|| standard_normal(&mut rng), normal) < LIMIT);
-        assert!(distance(|| log_normal(&mut rng, 1.0, 0.5), |x| normal((libm::log(x) - 1.0) / 0.5)) < LIMIT);
+        assert!(kolmogorov_smirnov_distance(|| uniform_unit(&mut rng), |x| x) < MAX_DISTANCE);
+        assert!(kolmogorov_smirnov_distance(|| exponential(&mut rng), |x| 1.0 - libm::exp(-x)) < MAX_DISTANCE);
+        let normal_distribution = |x: f64| 0.5 * libm::erfc(-x / 2f64.sqrt());
+        assert!(kolmogorov_smirnov_distance(|| standard_normal(&mut rng), normal_distribution) < MAX_DISTANCE);
+        assert!(
+            kolmogorov_smirnov_distance(
+                || log_normal(&mut rng, 1.0, 0.5),
+                |x| normal_distribution((libm::log(x) - 1.0) / 0.5)
+            ) < MAX_DISTANCE
+        );
     }
 
     #[test]
-    fn distribution_tails_have_the_expected_weight() {
+    fn tails_of_distributions_have_the_expected_weight() {
         let mut rng = seeded_rng(2, 0);
-        let beyond = |share: f64, count: usize| {
+        let assert_share_beyond = |share: f64, count: usize| {
             let expected = share * 10.0 * DRAW_COUNT as f64;
             assert!((count as f64 - expected).abs() < 4.0 * expected.sqrt(), "{count} of {expected}");
         };
-        beyond(libm::exp(-8.0), (0..10 * DRAW_COUNT).filter(|_| exponential(&mut rng) > 8.0).count());
-        let four = libm::erfc(4.0 / 2f64.sqrt());
-        beyond(four, (0..10 * DRAW_COUNT).filter(|_| standard_normal(&mut rng).abs() > 4.0).count());
+        assert_share_beyond(libm::exp(-8.0), (0..10 * DRAW_COUNT).filter(|_| exponential(&mut rng) > 8.0).count());
+        let share_beyond_four = libm::erfc(4.0 / 2f64.sqrt());
+        assert_share_beyond(
+            share_beyond_four,
+            (0..10 * DRAW_COUNT).filter(|_| standard_normal(&mut rng).abs() > 4.0).count(),
+        );
     }
 
     #[test]
     fn layers_have_equal_areas() {
-        for ziggurat in [&*EXPONENTIAL, &*NORMAL] {
-            let area = ziggurat.ends[0] * ziggurat.heights[1];
+        for ziggurat in [&*EXPONENTIAL_ZIGGURAT, &*NORMAL_ZIGGURAT] {
+            let area = ziggurat.layer_ends[0] * ziggurat.layer_heights[1];
             for layer in 1..LAYER_COUNT {
-                let of_layer = ziggurat.ends[layer] * (ziggurat.heights[layer + 1] - ziggurat.heights[layer]);
-                assert!((of_layer / area - 1.0).abs() < 1e-8, "layer {layer}: {of_layer} against {area}");
+                let layer_area =
+                    ziggurat.layer_ends[layer] * (ziggurat.layer_heights[layer + 1] - ziggurat.layer_heights[layer]);
+                assert!((layer_area / area - 1.0).abs() < 1e-8, "layer {layer}: {layer_area} against {area}");
             }
         }
     }

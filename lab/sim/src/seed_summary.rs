@@ -14,7 +14,7 @@ pub struct SeedSummary {
 
 impl SeedSummary {
     /// Returns the summary of `values`; `None` without values.
-    pub fn of(values: &[f64]) -> Option<Self> {
+    pub fn from_values(values: &[f64]) -> Option<Self> {
         Some(Self {
             median: median(values)?,
             mean: mean(values)?,
@@ -29,9 +29,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn summary_of_several_seeds() {
+    fn summary_has_the_median_mean_and_range_of_the_seeds() {
         let expected = SeedSummary { median: 2.0, mean: 3.0, low: 1.0, high: 6.0 };
-        assert_eq!(SeedSummary::of(&[6.0, 1.0, 2.0]), Some(expected));
-        assert_eq!(SeedSummary::of(&[]), None);
+        assert_eq!(SeedSummary::from_values(&[6.0, 1.0, 2.0]), Some(expected));
+        assert_eq!(SeedSummary::from_values(&[]), None);
     }
 }

@@ -3,24 +3,24 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddrV4};
 
 /// Name of the network device in the namespace of every host.
-pub const DEVICE: &str = "eth0";
+pub const HOST_DEVICE: &str = "eth0";
 /// First IPv4 VIP; the other VIPs follow it.
-pub const VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
+pub const FIRST_VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
 /// Address and port of the service that the demo balances.
-pub const SERVICE_ADDRESS: SocketAddrV4 = SocketAddrV4::new(VIP, 80);
+pub const SERVICE_ADDRESS: SocketAddrV4 = SocketAddrV4::new(FIRST_VIP, 80);
 /// Prefix that contains all IPv6 VIPs.
-pub(crate) const VIP_PREFIX_IPV6: &str = "2001:db8:c8::/64";
+pub(crate) const IPV6_VIP_PREFIX: &str = "2001:db8:c8::/64";
 /// First IPv6 VIP; the other IPv6 VIPs follow it.
-pub const VIP_IPV6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0xc8, 0, 0, 0, 0, 1);
+pub const FIRST_IPV6_VIP: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0xc8, 0, 0, 0, 0, 1);
 pub const CONTROLLER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 2);
 /// Minimum MTU of an IPv4 link (RFC 791).
-pub(crate) const MTU_MIN: u16 = 68;
+pub(crate) const IPV4_MTU_MIN: u16 = 68;
 /// Minimum MTU of an IPv6 link (RFC 8200, Sect. 5).
 pub(crate) const IPV6_MTU_MIN: u16 = 1280;
 /// Length of the IPv4 prefix of the segment that connects servers and load balancers.
 pub(crate) const SEGMENT_PREFIX_LENGTH: u8 = 16;
 /// MTU of Ethernet; all devices of the testbed have it.
-pub(crate) const MTU_MAX: u16 = 1500;
+pub(crate) const ETHERNET_MTU: u16 = 1500;
 pub(crate) const ROUTER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 3);
 
 /// Address family of the services. Every host has an IPv4 address, whatever the family.
@@ -47,8 +47,8 @@ impl AddressFamily {
     /// Returns the VIP with this index, counted from 0.
     pub fn vip(self, index: u8) -> IpAddr {
         match self {
-            AddressFamily::Ipv4 => Ipv4Addr::from_bits(VIP.to_bits() + u32::from(index)).into(),
-            AddressFamily::Ipv6 => Ipv6Addr::from_bits(VIP_IPV6.to_bits() + u128::from(index)).into(),
+            AddressFamily::Ipv4 => Ipv4Addr::from_bits(FIRST_VIP.to_bits() + u32::from(index)).into(),
+            AddressFamily::Ipv6 => Ipv6Addr::from_bits(FIRST_IPV6_VIP.to_bits() + u128::from(index)).into(),
         }
     }
 }
@@ -75,25 +75,25 @@ pub fn load_balancer_name(number: u16) -> String {
 }
 
 /// Returns the address of rack controller `number`, counted from 1.
-pub fn rack_address(number: u16) -> Ipv4Addr {
+pub fn rack_controller_address(number: u16) -> Ipv4Addr {
     Ipv4Addr::new(10, 1, 3, number as u8)
 }
 
 /// Returns the name of rack controller `number`, which its namespace, its port and its daemon share.
-pub fn rack_name(number: u16) -> String {
+pub fn rack_controller_name(number: u16) -> String {
     format!("rack{number}")
 }
 
 /// IPv4 prefix as (address, length in bits); [`ipv6_prefix`] returns its IPv6 counterpart.
-pub(crate) type Prefix = (Ipv4Addr, u8);
+pub(crate) type Ipv4Prefix = (Ipv4Addr, u8);
 
 /// IPv4 prefix of the default route, which contains all addresses.
-pub(crate) const DEFAULT_PREFIX: Prefix = (Ipv4Addr::UNSPECIFIED, 0);
+pub(crate) const DEFAULT_ROUTE_PREFIX: Ipv4Prefix = (Ipv4Addr::UNSPECIFIED, 0);
 /// IPv4 prefix of the clients behind a router.
-pub(crate) const ROUTED_CLIENTS_PREFIX: Prefix = (Ipv4Addr::new(10, 2, 0, 0), 16);
+pub(crate) const ROUTED_CLIENTS_PREFIX: Ipv4Prefix = (Ipv4Addr::new(10, 2, 0, 0), 16);
 
 /// Returns the IPv6 prefix of the hosts in an IPv4 prefix, as an argument of the command `ip`.
-pub(crate) fn ipv6_prefix((network, length): Prefix) -> String {
+pub(crate) fn ipv6_prefix((network, length): Ipv4Prefix) -> String {
     match length {
         0 => "::/0".to_owned(),
         _ => format!("{}/{}", ipv6_address(network), 96 + length),

@@ -1,11 +1,11 @@
 //! Load balancers other than coreward in front of the testbed's servers, for tests that migrate a service to coreward
 //! and back.
 //!
-//! * [`BaselineKind::Director`]: IPVS with direct routing where the kernel has it (as LVS and keepalived use it).
-//!   Elsewhere nftables does the same to packets: a SYN picks a server and an entry of a table, later packets follow
-//!   the entry to the server's MAC address, and answers go straight to the client. The host, which holds the VIP,
-//!   refuses packets without an entry.
-//! * [`BaselineKind::Proxy`]: HAProxy. It ends clients' connections itself and opens its own to the servers' own
+//! * [`BaselineKind::DirectServerReturn`]: IPVS with direct routing where the kernel has it (as LVS and keepalived use
+//!   it). Elsewhere nftables does the same to packets: a SYN picks a server and an entry of a table, later packets
+//!   follow the entry to the server's MAC address, and answers go straight to the client. The host, which holds the
+//!   VIP, refuses packets without an entry.
+//! * [`BaselineKind::TcpProxy`]: HAProxy. It ends clients' connections itself and opens its own to the servers' own
 //!   addresses.
 
 use std::fmt::Write as _;
@@ -17,54 +17,57 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 
-use crate::addresses::{AddressFamily, DEVICE, SEGMENT_PREFIX_LENGTH, server_address};
-use crate::namespace::{Namespace, ip_batch};
+use crate::addresses::{AddressFamily, HOST_DEVICE, SEGMENT_PREFIX_LENGTH, server_address};
+use crate::namespace::{Namespace, run_ip_batch};
 use crate::process::{self, Process, TIMEOUT};
-use crate::topology::{Testbed, make_namespaces};
+use crate::topology::{Testbed, create_namespaces};
 
 /// IPv4 address of the baseline load balancer, in the servers' segment.
 pub const BASELINE_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 5);
-const IPVS: &str = "/proc/net/ip_vs";
+const IPVS_PROC_PATH: &str = "/proc/net/ip_vs";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BaselineKind {
     /// Forwarding at layer 2; the servers' answers bypass the load balancer.
-    Director,
+    DirectServerReturn,
     /// TCP proxy with one connection to the client and one to the server.
-    Proxy,
+    TcpProxy,
 }
 
 /// Running baseline load balancer; dropping it ends its processes and removes its namespace.
 #[derive(Debug)]
-pub struct BaselineBalancer {
+pub struct BaselineLoadBalancer {
     namespace: Namespace,
-    _proxy: Option<Process>,
+    _proxy_process: Option<Process>,
 }
 
 impl Testbed {
     /// Starts a baseline load balancer, which gets packets after [`Testbed::route_vips_to_baseline`]. Fails when a
     /// program is missing or a command fails.
-    pub fn start_baseline_balancer(&self, kind: BaselineKind) -> anyhow::Result<BaselineBalancer> {
+    pub fn start_baseline_load_balancer(&self, kind: BaselineKind) -> anyhow::Result<BaselineLoadBalancer> {
         let namespace = self.instance_namespace("director");
-        make_namespaces(&[&namespace])?;
+        create_namespaces(&[&namespace])?;
         self.connect_to_switch(&namespace, "director", 1, 1)?;
         // The host has the VIP without answering ARP for it; only the router's route directs packets to the host.
         namespace.set_sysctls(&[("ipv4/conf/all/arp_ignore", "1"), ("ipv4/conf/all/arp_announce", "2")])?;
-        let prefix = if self.options().family == AddressFamily::Ipv4 { "32" } else { "128 nodad" };
-        let vip = format!("address add {}/{prefix} dev lo\n", self.service().ip());
-        ip_batch(Some(&namespace), &(self.address_lines(BASELINE_ADDRESS, SEGMENT_PREFIX_LENGTH, DEVICE) + &vip))?;
-        let proxy = match kind {
-            BaselineKind::Director if Path::new(IPVS).exists() => {
-                self.direct_by_ipvs(&namespace)?;
+        let prefix_length_and_flags = if self.options().family == AddressFamily::Ipv4 { "32" } else { "128 nodad" };
+        let vip_address_command = format!("address add {}/{prefix_length_and_flags} dev lo\n", self.service().ip());
+        run_ip_batch(
+            Some(&namespace),
+            &(self.address_commands(BASELINE_ADDRESS, SEGMENT_PREFIX_LENGTH, HOST_DEVICE) + &vip_address_command),
+        )?;
+        let proxy_process = match kind {
+            BaselineKind::DirectServerReturn if Path::new(IPVS_PROC_PATH).exists() => {
+                self.forward_by_ipvs(&namespace)?;
                 None
             }
-            BaselineKind::Director => {
-                self.direct_by_nftables(&namespace)?;
+            BaselineKind::DirectServerReturn => {
+                self.forward_by_nftables(&namespace)?;
                 None
             }
-            BaselineKind::Proxy => Some(self.start_haproxy(&namespace)?),
+            BaselineKind::TcpProxy => Some(self.start_haproxy(&namespace)?),
         };
-        Ok(BaselineBalancer { namespace, _proxy: proxy })
+        Ok(BaselineLoadBalancer { namespace, _proxy_process: proxy_process })
     }
 
     /// Routes the VIPs to the baseline load balancer. Fails when the kernel rejects the route.
@@ -72,25 +75,25 @@ impl Testbed {
         self.route_vips_to_hosts(&[BASELINE_ADDRESS])
     }
 
-    fn direct_by_ipvs(&self, namespace: &Namespace) -> anyhow::Result<()> {
-        let run = |arguments: String| {
+    fn forward_by_ipvs(&self, namespace: &Namespace) -> anyhow::Result<()> {
+        let run_ipvsadm = |arguments: String| {
             let mut command = Command::new("ipvsadm");
             command.args(arguments.split_whitespace());
-            self.run(namespace, command).map(drop)
+            self.run_command(namespace, command).map(drop)
         };
         let (service, family) = (self.service(), self.options().family);
-        run(format!("-A -t {service} -s rr"))?;
+        run_ipvsadm(format!("-A -t {service} -s rr"))?;
         for number in self.server_numbers() {
             let server = SocketAddr::new(family.address(server_address(number)), service.port());
-            run(format!("-a -t {service} -r {server} -g"))?;
+            run_ipvsadm(format!("-a -t {service} -r {server} -g"))?;
         }
         Ok(())
     }
 
-    fn direct_by_nftables(&self, namespace: &Namespace) -> anyhow::Result<()> {
+    fn forward_by_nftables(&self, namespace: &Namespace) -> anyhow::Result<()> {
         let servers = self.server_numbers();
-        let count = servers.len();
-        let own = mac_address(namespace)?;
+        let server_count = servers.len();
+        let balancer_mac = read_mac_address(namespace)?;
         let service = self.service();
         // nft has too few registers for an IPv6 address, a port and a MAC address, so the key omits the client's
         // address.
@@ -98,13 +101,14 @@ impl Testbed {
             true => ("ip", "ip saddr . tcp sport", "ipv4_addr . inet_service"),
             false => ("ip6", "tcp sport", "inet_service"),
         };
-        let to_service = format!("{ip} daddr {} tcp dport {}", service.ip(), service.port());
+        let service_packet_match = format!("{ip} daddr {} tcp dport {}", service.ip(), service.port());
         let mut rules = String::new();
         for (position, number) in servers.into_iter().enumerate() {
-            let mac = mac_address(self.server(number)?)?;
+            let mac = read_mac_address(self.server(number)?)?;
             writeln!(
                 rules,
-                "    {to_service} tcp flags & (syn | ack) == syn jhash {flow} mod {count} seed 1 {position} \
+                "    {service_packet_match} tcp flags & (syn | ack) == syn jhash {flow} mod {server_count} seed 1 \
+                 {position} \
                  add @connections {{ {flow} : {mac} }}"
             )?;
         }
@@ -112,17 +116,18 @@ impl Testbed {
             "table netdev director {{
   map connections {{ type {key} : ether_addr; flags dynamic; size 65536; }}
   chain arrives {{
-    type filter hook ingress device \"{DEVICE}\" priority 0;
-{rules}    {to_service} ether saddr set {own} ether daddr set {flow} map @connections fwd to \"{DEVICE}\"
+    type filter hook ingress device \"{HOST_DEVICE}\" priority 0;
+{rules}    {service_packet_match} ether saddr set {balancer_mac} ether daddr set {flow} map @connections fwd to \
+             \"{HOST_DEVICE}\"
   }}
 }}
 "
         );
-        let file = self.directory().join("director.nft");
-        fs::write(&file, &ruleset)?;
+        let ruleset_path = self.directory().join("director.nft");
+        fs::write(&ruleset_path, &ruleset)?;
         let mut nft = Command::new("nft");
-        nft.arg("-f").arg(file);
-        self.run(namespace, nft).map(drop).with_context(|| ruleset)
+        nft.arg("-f").arg(ruleset_path);
+        self.run_command(namespace, nft).map(drop).with_context(|| ruleset)
     }
 
     fn start_haproxy(&self, namespace: &Namespace) -> anyhow::Result<Process> {
@@ -136,15 +141,15 @@ impl Testbed {
         for number in self.server_numbers() {
             writeln!(text, "    server s{number} {}:{}", server_address(number), service.port())?;
         }
-        let configuration = self.directory().join("haproxy.cfg");
-        fs::write(&configuration, text)?;
+        let configuration_path = self.directory().join("haproxy.cfg");
+        fs::write(&configuration_path, text)?;
         let mut command = Command::new("haproxy");
-        command.arg("-db").arg("-f").arg(configuration);
+        command.arg("-db").arg("-f").arg(configuration_path);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let mut haproxy = self.spawn(namespace, command).context("haproxy (Debian package haproxy)")?;
-        let end = Instant::now() + *TIMEOUT;
-        while namespace.within(|| Ok(std::net::TcpStream::connect(service).is_err()))? {
-            if haproxy.try_wait()?.is_some() || Instant::now() > end {
+        let deadline = Instant::now() + *TIMEOUT;
+        while namespace.run_within(|| Ok(std::net::TcpStream::connect(service).is_err()))? {
+            if haproxy.try_wait()?.is_some() || Instant::now() > deadline {
                 bail!("haproxy does not listen on {service}");
             }
             std::thread::sleep(Duration::from_millis(20));
@@ -153,18 +158,18 @@ impl Testbed {
     }
 }
 
-impl BaselineBalancer {
+impl BaselineLoadBalancer {
     /// Returns the network namespace of the load balancer's host.
     pub fn namespace(&self) -> &Namespace {
         &self.namespace
     }
 }
 
-impl Drop for BaselineBalancer {
+impl Drop for BaselineLoadBalancer {
     fn drop(&mut self) {
         // A namespace's devices exist for some milliseconds after it, and occupy the name of the switch's port.
-        let link = ip_batch(Some(&self.namespace), &format!("link delete {DEVICE}\n"));
-        if let Err(error) = link.and(self.namespace.remove()) {
+        let link_deletion = run_ip_batch(Some(&self.namespace), &format!("link delete {HOST_DEVICE}\n"));
+        if let Err(error) = link_deletion.and(self.namespace.remove()) {
             tracing::warn!(
                 event = "namespace-left",
                 namespace = self.namespace.name(),
@@ -175,10 +180,10 @@ impl Drop for BaselineBalancer {
     }
 }
 
-fn mac_address(namespace: &Namespace) -> anyhow::Result<String> {
+fn read_mac_address(namespace: &Namespace) -> anyhow::Result<String> {
     let mut ip = Command::new("ip");
-    ip.args(["-json", "link", "show", DEVICE]);
-    let output = process::run(namespace, ip)?;
+    ip.args(["-json", "link", "show", HOST_DEVICE]);
+    let output = process::run_command(namespace, ip)?;
     let links: serde_json::Value = serde_json::from_slice(&output.stdout)?;
     Ok(links[0]["address"].as_str().context("ip names no MAC address")?.to_owned())
 }

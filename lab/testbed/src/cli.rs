@@ -60,7 +60,7 @@ pub fn run(args: &TestbedArgs) -> anyhow::Result<()> {
         TestbedCommand::DispatchSoak(options) => dispatch_soak::main(*options),
         TestbedCommand::KnotBenchmark(args) => knot_benchmark::main(args),
         TestbedCommand::Clean { names } => {
-            instance::clean(names)?.iter().for_each(|name| println!("removed testbed {name}"));
+            instance::clean_up(names)?.iter().for_each(|name| println!("removed testbed {name}"));
             Ok(())
         }
     }

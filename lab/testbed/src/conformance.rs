@@ -15,14 +15,16 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail, ensure};
 use coreward_model::rss::{seeded_rng, uniform_below};
 
-use crate::addresses::{AddressFamily, DEVICE, server_address};
-use crate::counters::{self, KernelCounters, PAWS_ESTABLISHED_DROPS, PAWS_OLD_ACKS, TIMESTAMP_DROPS};
-use crate::fleet::{AdminState, Fleet, FleetOptions, LoadSource, busy_file};
-use crate::http::Connection;
+use crate::addresses::{AddressFamily, HOST_DEVICE, server_address};
+use crate::counters::{
+    self, KernelCounters, PAWS_ESTABLISHED_DROP_COUNTER, PAWS_OLD_ACK_COUNTER, TIMESTAMP_DROP_COUNTERS,
+};
+use crate::fleet::{AdminState, Fleet, FleetOptions, LoadSource, core_load_file_path};
+use crate::http::HttpConnection;
 use crate::instance;
 use crate::namespace::Namespace;
 use crate::network_options::NetworkOptions;
-use crate::nginx::{LARGE_FILE, LARGE_FILE_BYTES, Nginx, SLOW_FILE, WORKER_PATH};
+use crate::nginx::{LARGE_FILE_BYTES, LARGE_FILE_PATH, NginxServer, SLOW_FILE_PATH, WORKER_IDENTITY_PATH};
 use crate::topology::{Testbed, TestbedOptions};
 
 /// Options of `coreward-lab testbed conformance`.
@@ -107,9 +109,10 @@ impl TcpCounters {
     /// coreward, with 65,536 ticks per ms; Linux accepts one tick less. So a reordered segment is sometimes dropped and
     /// retransmitted (docs/limits.md). A wrong stamp would affect far more than one segment in a million.
     fn has_right_timestamps(&self) -> bool {
-        let at_client =
-            |(name, count): (&String, &u64)| name == PAWS_ESTABLISHED_DROPS && *count <= 1 + self.sent / 1_000_000;
-        self.timestamp_drops_at_servers.is_empty() && self.timestamp_drops_at_client.iter().all(at_client)
+        let client_drop_count = |(name, count): (&String, &u64)| {
+            name == PAWS_ESTABLISHED_DROP_COUNTER && *count <= 1 + self.sent / 1_000_000
+        };
+        self.timestamp_drops_at_servers.is_empty() && self.timestamp_drops_at_client.iter().all(client_drop_count)
     }
 }
 
@@ -122,7 +125,7 @@ pub fn main(options: ConformanceArgs) -> anyhow::Result<()> {
 }
 
 /// Read timeout of [`measure_busy_connection`]: at 4 kB/s, data arrives about once a second.
-const READ_TIMEOUT: Duration = Duration::from_secs(5);
+const BUSY_CONNECTION_READ_TIMEOUT: Duration = Duration::from_secs(5);
 const SERVER_COUNT: u16 = 4;
 const DOWNLOADER_COUNT: u32 = 4;
 /// Interval at which a server is drained or undrained.
@@ -137,50 +140,50 @@ pub fn run(instance: &str, options: ConformanceArgs) -> anyhow::Result<Conforman
         ..options.network.testbed_options()
     })?;
     for number in testbed.server_numbers() {
-        let value = options.syncookies.to_string();
-        testbed.server(number)?.set_sysctls(&[("ipv4/tcp_syncookies", value.as_str())])?;
+        let syncookies_value = options.syncookies.to_string();
+        testbed.server(number)?.set_sysctls(&[("ipv4/tcp_syncookies", syncookies_value.as_str())])?;
     }
-    let _nginx: Vec<Nginx> =
+    let _nginx: Vec<NginxServer> =
         testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number)).collect::<Result<_, _>>()?;
     let is_routed = options.network.forwarding.encapsulates();
-    let without = (!is_routed).then(|| run_without_coreward(&testbed, options)).transpose()?;
-    run_with_coreward(&testbed, options, without)
+    let tcp_without_coreward = (!is_routed).then(|| run_without_coreward(&testbed, options)).transpose()?;
+    run_with_coreward(&testbed, options, tcp_without_coreward)
 }
 
 /// Runs the same load while the load balancer's kernel routes each connection to a server by a hash (ECMP). The
 /// counters then show the losses and retransmissions of the machine itself.
 fn run_without_coreward(testbed: &Testbed, options: ConformanceArgs) -> anyhow::Result<TcpCounters> {
-    let forwarding = |on: &str| match options.network.family {
+    let forwarding_sysctl = |on: &str| match options.network.family {
         AddressFamily::Ipv4 => testbed.load_balancer(1)?.set_sysctls(&[
             ("ipv4/ip_forward", on),
             ("ipv4/fib_multipath_hash_policy", "1"),
             ("ipv4/conf/all/send_redirects", "0"),
-            (&format!("ipv4/conf/{DEVICE}/send_redirects"), "0"),
+            (&format!("ipv4/conf/{HOST_DEVICE}/send_redirects"), "0"),
         ]),
         AddressFamily::Ipv6 => testbed
             .load_balancer(1)?
             .set_sysctls(&[("ipv6/conf/all/forwarding", on), ("ipv6/fib_multipath_hash_policy", "1")]),
     };
-    forwarding("1")?;
-    let hops = testbed.server_numbers().into_iter().flat_map(|number| {
-        let address = options.network.family.address(server_address(number)).to_string();
-        ["nexthop".to_owned(), "via".to_owned(), address, "dev".to_owned(), DEVICE.to_owned()]
+    forwarding_sysctl("1")?;
+    let route_next_hops = testbed.server_numbers().into_iter().flat_map(|number| {
+        let hop_address = options.network.family.address(server_address(number)).to_string();
+        ["nexthop".to_owned(), "via".to_owned(), hop_address, "dev".to_owned(), HOST_DEVICE.to_owned()]
     });
-    change_vip_route(testbed, "add", hops)?;
-    let before = all_counters(testbed)?;
+    change_vip_route(testbed, "add", route_next_hops)?;
+    let counters_before = read_all_counters(testbed)?;
     run_wrk(testbed, options.wrk_seconds)?;
-    download(testbed, options.downloads)?;
-    let seen = tcp_growth(&before, &all_counters(testbed)?);
+    run_downloads(testbed, options.downloads)?;
+    let tcp_counters = tcp_counter_growth(&counters_before, &read_all_counters(testbed)?);
     change_vip_route(testbed, "delete", std::iter::empty())?;
-    forwarding("0")?;
-    Ok(seen)
+    forwarding_sysctl("0")?;
+    Ok(tcp_counters)
 }
 
 /// Adds or deletes (`verb`) the load balancer's route to the VIP.
 fn change_vip_route(testbed: &Testbed, verb: &str, hops: impl Iterator<Item = String>) -> anyhow::Result<()> {
     let mut command = Command::new("ip");
     command.args(["route", verb, &testbed.service().ip().to_string()]).args(hops);
-    testbed.run(testbed.load_balancer(1)?, command).map(drop)
+    testbed.run_command(testbed.load_balancer(1)?, command).map(drop)
 }
 
 fn run_with_coreward(
@@ -189,28 +192,30 @@ fn run_with_coreward(
     without: Option<TcpCounters>,
 ) -> anyhow::Result<ConformanceOutcome> {
     for number in testbed.server_numbers() {
-        write_busy_times(&busy_file(testbed, number), &vec![0; usize::from(testbed.options().cores)])?;
+        write_busy_times(&core_load_file_path(testbed, number), &vec![0; usize::from(testbed.options().cores)])?;
     }
     let mut fleet = Fleet::start(
         testbed,
         FleetOptions { load_source: LoadSource::PacedServer, ..options.network.fleet_options() },
     )?;
-    let first_table = table_generation(&fleet, testbed)?;
-    let before = all_counters(testbed)?;
+    let first_table_generation = query_table_generation(&fleet, testbed)?;
+    let counters_before = read_all_counters(testbed)?;
     let (done, pool_changes) = (AtomicBool::new(false), AtomicU64::new(0));
     let outcome = std::thread::scope(|scope| {
         let _stop = SetOnDrop(&done);
-        scope.spawn(|| change_loads(testbed, &done));
-        let pool = scope.spawn(|| change_pool(testbed, &mut fleet, &done, &pool_changes));
-        let quiet = Duration::from_secs(options.idle_seconds.into());
-        let idle =
-            scope.spawn(move || testbed.client().within(|| Ok(measure_idle_connection(testbed.service(), quiet))));
-        let busy =
-            scope.spawn(move || testbed.client().within(|| Ok(measure_busy_connection(testbed.service(), quiet))));
+        scope.spawn(|| write_random_loads(testbed, &done));
+        let pool = scope.spawn(|| drain_servers_in_turn(testbed, &mut fleet, &done, &pool_changes));
+        let idle_duration = Duration::from_secs(options.idle_seconds.into());
+        let idle_thread = scope.spawn(move || {
+            testbed.client().run_within(|| Ok(measure_idle_connection(testbed.service(), idle_duration)))
+        });
+        let busy_thread = scope.spawn(move || {
+            testbed.client().run_within(|| Ok(measure_busy_connection(testbed.service(), idle_duration)))
+        });
         let (wrk_requests, wrk_errors) = run_wrk(testbed, options.wrk_seconds)?;
-        let (downloads, failed_downloads) = download(testbed, options.downloads)?;
-        let idle = join_thread(idle)?.map_err(|error| format!("{error:#}"));
-        let busy = join_thread(busy)?.map_err(|error| format!("{error:#}"));
+        let (downloads, failed_downloads) = run_downloads(testbed, options.downloads)?;
+        let idle_result = join_thread(idle_thread)?.map_err(|error| format!("{error:#}"));
+        let busy_result = join_thread(busy_thread)?.map_err(|error| format!("{error:#}"));
         done.store(true, Ordering::Relaxed);
         join_thread(pool)?;
         Ok::<_, anyhow::Error>(ConformanceOutcome {
@@ -218,8 +223,8 @@ fn run_with_coreward(
             wrk_errors,
             downloads,
             failed_downloads,
-            idle,
-            busy,
+            idle: idle_result,
+            busy: busy_result,
             tables: 0,
             pool_changes: pool_changes.load(Ordering::Relaxed),
             load_balancer: BTreeMap::new(),
@@ -227,11 +232,11 @@ fn run_with_coreward(
             tcp_without: without,
         })
     })?;
-    let after = all_counters(testbed)?;
+    let counters_after = read_all_counters(testbed)?;
     Ok(ConformanceOutcome {
-        tables: table_generation(&fleet, testbed)? - first_table,
-        load_balancer: load_balancer_counters(&fleet, testbed)?,
-        tcp: tcp_growth(&before, &after),
+        tables: query_table_generation(&fleet, testbed)? - first_table_generation,
+        load_balancer: query_load_balancer_counters(&fleet, testbed)?,
+        tcp: tcp_counter_growth(&counters_before, &counters_after),
         ..outcome
     })
 }
@@ -249,77 +254,79 @@ fn join_thread<T>(thread: std::thread::ScopedJoinHandle<'_, anyhow::Result<T>>) 
     thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
-fn table_generation(fleet: &Fleet, testbed: &Testbed) -> anyhow::Result<u64> {
+fn query_table_generation(fleet: &Fleet, testbed: &Testbed) -> anyhow::Result<u64> {
     let status = fleet.status(testbed)?;
     status["services"][0]["table_generation"].as_u64().context("status names no table generation")
 }
 
-fn load_balancer_counters(fleet: &Fleet, testbed: &Testbed) -> anyhow::Result<BTreeMap<String, u64>> {
+fn query_load_balancer_counters(fleet: &Fleet, testbed: &Testbed) -> anyhow::Result<BTreeMap<String, u64>> {
     // The load balancer reports once a second.
     std::thread::sleep(Duration::from_millis(1_500));
     let status = fleet.status(testbed)?;
     let counters = status["load_balancers"][0]["state"]["counters"].as_object();
     let counters = counters.context("status names no counters of the load balancer")?.iter();
-    let counted = counters.filter_map(|(name, count)| Some((name.clone(), count.as_u64()?)));
-    Ok(counted.filter(|(_, count)| *count > 0).collect())
+    let counter_values = counters.filter_map(|(name, count)| Some((name.clone(), count.as_u64()?)));
+    Ok(counter_values.filter(|(_, count)| *count > 0).collect())
 }
 
-fn client_and_servers(testbed: &Testbed) -> anyhow::Result<Vec<&Namespace>> {
-    let servers = testbed.server_numbers();
-    std::iter::once(Ok(testbed.client())).chain(servers.into_iter().map(|number| testbed.server(number))).collect()
+fn client_and_server_namespaces(testbed: &Testbed) -> anyhow::Result<Vec<&Namespace>> {
+    let server_numbers = testbed.server_numbers();
+    std::iter::once(Ok(testbed.client()))
+        .chain(server_numbers.into_iter().map(|number| testbed.server(number)))
+        .collect()
 }
 
 /// Reads the kernel counters of the client, followed by those of the servers.
-fn all_counters(testbed: &Testbed) -> anyhow::Result<Vec<KernelCounters>> {
-    client_and_servers(testbed)?.into_iter().map(counters::read).collect()
+fn read_all_counters(testbed: &Testbed) -> anyhow::Result<Vec<KernelCounters>> {
+    client_and_server_namespaces(testbed)?.into_iter().map(counters::read).collect()
 }
 
-fn tcp_growth(before: &[KernelCounters], after: &[KernelCounters]) -> TcpCounters {
-    let grown = |name| counters::total_over_namespaces(after, name) - counters::total_over_namespaces(before, name);
-    let retransmitted = grown("TcpRetransSegs");
-    let sent = grown("TcpOutSegs");
+fn tcp_counter_growth(before: &[KernelCounters], after: &[KernelCounters]) -> TcpCounters {
+    let growth = |name| counters::total_over_namespaces(after, name) - counters::total_over_namespaces(before, name);
+    let retransmitted_segments = growth("TcpRetransSegs");
+    let sent_segments = growth("TcpOutSegs");
     TcpCounters {
-        sent,
-        retransmitted,
-        retransmitted_ppm: retransmitted as f64 / sent.max(1) as f64 * 1e6,
-        retransmitted_needlessly: grown("TcpExtTCPDSACKRecvSegs"),
-        timestamp_drops_at_servers: timestamp_drops(&before[1..], &after[1..]),
-        timestamp_drops_at_client: timestamp_drops(&before[..1], &after[..1]),
-        overtaken_acks: grown(PAWS_OLD_ACKS),
+        sent: sent_segments,
+        retransmitted: retransmitted_segments,
+        retransmitted_ppm: retransmitted_segments as f64 / sent_segments.max(1) as f64 * 1e6,
+        retransmitted_needlessly: growth("TcpExtTCPDSACKRecvSegs"),
+        timestamp_drops_at_servers: timestamp_drop_growth(&before[1..], &after[1..]),
+        timestamp_drops_at_client: timestamp_drop_growth(&before[..1], &after[..1]),
+        overtaken_acks: growth(PAWS_OLD_ACK_COUNTER),
     }
 }
 
-fn timestamp_drops(before: &[KernelCounters], after: &[KernelCounters]) -> BTreeMap<String, u64> {
-    let grown = |name| {
+fn timestamp_drop_growth(before: &[KernelCounters], after: &[KernelCounters]) -> BTreeMap<String, u64> {
+    let growth = |name| {
         (
             String::from(name),
             counters::total_over_namespaces(after, name) - counters::total_over_namespaces(before, name),
         )
     };
-    TIMESTAMP_DROPS.into_iter().map(grown).filter(|(_, count)| *count > 0).collect()
+    TIMESTAMP_DROP_COUNTERS.into_iter().map(growth).filter(|(_, count)| *count > 0).collect()
 }
 
 /// Writes the busy times of a paced server's cores (ns) into its core load file. Fails when the file cannot be written.
 pub fn write_busy_times(path: &Path, busy_ns: &[u64]) -> anyhow::Result<()> {
-    let bytes: Vec<u8> = busy_ns.iter().flat_map(|busy| busy.to_le_bytes()).collect();
+    let file_bytes: Vec<u8> = busy_ns.iter().flat_map(|busy| busy.to_le_bytes()).collect();
     // Written in place as one block, because readers have the file open.
-    let mut file = std::fs::File::options().write(true).create(true).truncate(false).open(path)?;
-    file.write_all(&bytes).with_context(|| format!("cannot write {}", path.display()))
+    let mut busy_file = std::fs::File::options().write(true).create(true).truncate(false).open(path)?;
+    busy_file.write_all(&file_bytes).with_context(|| format!("cannot write {}", path.display()))
 }
 
 /// Writes a random busy time of every core ten times a second, until `done` is set.
-pub(crate) fn change_loads(testbed: &Testbed, done: &AtomicBool) -> anyhow::Result<()> {
+pub(crate) fn write_random_loads(testbed: &Testbed, done: &AtomicBool) -> anyhow::Result<()> {
     const INTERVAL: Duration = Duration::from_millis(100);
     let mut rng = seeded_rng(testbed.options().seed, 5);
-    let cores = usize::from(testbed.options().cores);
-    let numbers = testbed.server_numbers();
-    let mut busy_ns = vec![0u64; numbers.len() * cores];
+    let core_count = usize::from(testbed.options().cores);
+    let server_numbers = testbed.server_numbers();
+    let mut busy_ns = vec![0u64; server_numbers.len() * core_count];
     while !done.load(Ordering::Relaxed) {
         for busy in &mut busy_ns {
             *busy += u64::from(uniform_below(&mut rng, INTERVAL.as_nanos() as u32));
         }
-        for (number, busy) in numbers.iter().zip(busy_ns.chunks(cores)) {
-            write_busy_times(&busy_file(testbed, *number), busy)?;
+        for (number, busy) in server_numbers.iter().zip(busy_ns.chunks(core_count)) {
+            write_busy_times(&core_load_file_path(testbed, *number), busy)?;
         }
         std::thread::sleep(INTERVAL);
     }
@@ -327,15 +334,20 @@ pub(crate) fn change_loads(testbed: &Testbed, done: &AtomicBool) -> anyhow::Resu
 }
 
 /// Drains and undrains the servers one after the other, until `done` is set.
-fn change_pool(testbed: &Testbed, fleet: &mut Fleet, done: &AtomicBool, changes: &AtomicU64) -> anyhow::Result<()> {
-    let numbers = testbed.server_numbers();
+fn drain_servers_in_turn(
+    testbed: &Testbed,
+    fleet: &mut Fleet,
+    done: &AtomicBool,
+    changes: &AtomicU64,
+) -> anyhow::Result<()> {
+    let server_numbers = testbed.server_numbers();
     for turn in 0.. {
         if done.load(Ordering::Relaxed) {
             break;
         }
-        let mut pool = fleet.pool().clone();
-        let number = numbers[turn / 2 % numbers.len()];
-        pool.insert(number, if turn % 2 == 0 { AdminState::Draining } else { AdminState::Active });
+        let mut pool = fleet.server_pool().clone();
+        let server_number = server_numbers[turn / 2 % server_numbers.len()];
+        pool.insert(server_number, if turn % 2 == 0 { AdminState::Draining } else { AdminState::Active });
         fleet.set_pool(testbed, pool)?;
         changes.fetch_add(1, Ordering::Relaxed);
         std::thread::sleep(POOL_CHANGE_INTERVAL);
@@ -345,30 +357,33 @@ fn change_pool(testbed: &Testbed, fleet: &mut Fleet, done: &AtomicBool, changes:
 
 /// Returns the response time of a connection after it was idle for `quiet` (ms).
 fn measure_idle_connection(service: SocketAddr, quiet: Duration) -> anyhow::Result<u64> {
-    let mut connection = Connection::open_to(service, None)?;
-    let before = connection.query_worker().context("before the silence")?;
+    let mut connection = HttpConnection::open_to(service, None)?;
+    let worker_before = connection.query_worker().context("before the silence")?;
     std::thread::sleep(quiet);
     let start = Instant::now();
     // Several requests, because the PAWS clamp limits the first steps of TSval.
     for _ in 0..5 {
-        let after = connection.query_worker().with_context(|| format!("after {quiet:?} of silence"))?;
-        ensure!(before == after, "answered by {before:?} before the silence, by {after:?} after it");
+        let worker_after = connection.query_worker().with_context(|| format!("after {quiet:?} of silence"))?;
+        ensure!(
+            worker_before == worker_after,
+            "answered by {worker_before:?} before the silence, by {worker_after:?} after it"
+        );
     }
     Ok(start.elapsed().as_millis() as u64)
 }
 
 /// Reads a slow response for `duration`. Returns the number of bytes received.
 fn measure_busy_connection(service: SocketAddr, duration: Duration) -> anyhow::Result<u64> {
-    let mut stream = Connection::open_to(service, None)?.get(SLOW_FILE)?;
-    stream.set_read_timeout(Some(READ_TIMEOUT))?;
+    let mut stream = HttpConnection::open_to(service, None)?.request_file(SLOW_FILE_PATH)?;
+    stream.set_read_timeout(Some(BUSY_CONNECTION_READ_TIMEOUT))?;
     let (end, mut received, mut buffer) = (Instant::now() + duration, 0u64, [0; 65_536]);
     while Instant::now() < end {
-        let read = stream.read(&mut buffer).with_context(|| format!("stalled after {received} bytes"))?;
-        if read == 0 && received >= LARGE_FILE_BYTES as u64 {
+        let read_length = stream.read(&mut buffer).with_context(|| format!("stalled after {received} bytes"))?;
+        if read_length == 0 && received >= LARGE_FILE_BYTES as u64 {
             break;
         }
-        ensure!(read > 0, "closed after {received} bytes");
-        received += read as u64;
+        ensure!(read_length > 0, "closed after {received} bytes");
+        received += read_length as u64;
     }
     Ok(received)
 }
@@ -377,43 +392,43 @@ fn measure_busy_connection(service: SocketAddr, duration: Duration) -> anyhow::R
 fn run_wrk(testbed: &Testbed, seconds: u32) -> anyhow::Result<(u64, u64)> {
     let mut command = Command::new("wrk");
     command.args(["--threads", "1", "--connections", "64", "--timeout", "10s", "--duration"]);
-    command.arg(format!("{seconds}s")).arg(format!("http://{}{WORKER_PATH}", testbed.service()));
-    let output = testbed.run(testbed.client(), command)?;
-    parse_wrk(&String::from_utf8(output.stdout)?)
+    command.arg(format!("{seconds}s")).arg(format!("http://{}{WORKER_IDENTITY_PATH}", testbed.service()));
+    let output = testbed.run_command(testbed.client(), command)?;
+    parse_wrk_output(&String::from_utf8(output.stdout)?)
 }
 
 /// Returns the numbers of requests and errors in wrk's output, which mentions errors only if they occurred.
-pub(crate) fn parse_wrk(text: &str) -> anyhow::Result<(u64, u64)> {
-    let requests = text.lines().find_map(|line| line.trim().split_once(" requests in ")?.0.parse().ok());
-    let numbers = |line: &str| -> u64 {
+pub(crate) fn parse_wrk_output(text: &str) -> anyhow::Result<(u64, u64)> {
+    let request_count = text.lines().find_map(|line| line.trim().split_once(" requests in ")?.0.parse().ok());
+    let sum_of_numbers = |line: &str| -> u64 {
         line.split(|c: char| !c.is_ascii_digit()).filter_map(|word| word.parse::<u64>().ok()).sum()
     };
-    let errors = text.lines().map(str::trim).filter_map(|line| {
-        let found = line.strip_prefix("Socket errors:").or_else(|| line.strip_prefix("Non-2xx or 3xx responses:"));
-        found.map(numbers)
+    let error_counts = text.lines().map(str::trim).filter_map(|line| {
+        let error_text = line.strip_prefix("Socket errors:").or_else(|| line.strip_prefix("Non-2xx or 3xx responses:"));
+        error_text.map(sum_of_numbers)
     });
-    Ok((requests.with_context(|| format!("wrk printed no requests: {text}"))?, errors.sum()))
+    Ok((request_count.with_context(|| format!("wrk printed no requests: {text}"))?, error_counts.sum()))
 }
 
 /// Downloads `count` times. Returns the number of complete downloads, and the errors of the others.
-fn download(testbed: &Testbed, count: u32) -> anyhow::Result<(u64, Vec<String>)> {
+fn run_downloads(testbed: &Testbed, count: u32) -> anyhow::Result<(u64, Vec<String>)> {
     let (left, whole) = (AtomicU64::new(count.into()), AtomicU64::new(0));
-    let failed = std::sync::Mutex::new(Vec::new());
-    let take = || left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok();
+    let failures = std::sync::Mutex::new(Vec::new());
+    let take_download = || left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok();
     std::thread::scope(|scope| {
         for _ in 0..DOWNLOADER_COUNT {
             scope.spawn(|| {
-                while take() {
+                while take_download() {
                     match download_once(testbed, &[]) {
                         Ok(()) => drop(whole.fetch_add(1, Ordering::Relaxed)),
-                        Err(error) => failed.lock().expect("no downloader panics").push(format!("{error:#}")),
+                        Err(error) => failures.lock().expect("no downloader panics").push(format!("{error:#}")),
                     }
                 }
             });
         }
     });
-    let failed = failed.into_inner().expect("no downloader panics");
-    Ok((whole.into_inner(), failed))
+    let failures = failures.into_inner().expect("no downloader panics");
+    Ok((whole.into_inner(), failures))
 }
 
 /// Downloads a file once with curl and further `options`. Fails when the download is incomplete.
@@ -421,11 +436,11 @@ pub(crate) fn download_once(testbed: &Testbed, options: &[&str]) -> anyhow::Resu
     let mut command = Command::new("curl");
     command.args(options);
     command.args(["--silent", "--show-error", "--fail", "--max-time", "30", "--output", "/dev/null"]);
-    command.args(["--write-out", "%{size_download}"]).arg(format!("http://{}{LARGE_FILE}", testbed.service()));
-    let output = testbed.run(testbed.client(), command)?;
-    let size = String::from_utf8_lossy(&output.stdout);
-    if size != LARGE_FILE_BYTES.to_string() {
-        bail!("{size} bytes instead of {LARGE_FILE_BYTES}");
+    command.args(["--write-out", "%{size_download}"]).arg(format!("http://{}{LARGE_FILE_PATH}", testbed.service()));
+    let output = testbed.run_command(testbed.client(), command)?;
+    let downloaded_bytes = String::from_utf8_lossy(&output.stdout);
+    if downloaded_bytes != LARGE_FILE_BYTES.to_string() {
+        bail!("{downloaded_bytes} bytes instead of {LARGE_FILE_BYTES}");
     }
     Ok(())
 }
@@ -435,25 +450,32 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_overtaken_segments_are_tolerated() {
-        let drops = |name: &str, count| BTreeMap::from([(name.to_owned(), count)]);
-        let seen = TcpCounters { sent: 2_500_000, ..TcpCounters::default() };
-        assert!(seen.has_right_timestamps());
-        let at_client = |name, count| TcpCounters { timestamp_drops_at_client: drops(name, count), ..seen.clone() };
-        assert!(at_client(PAWS_ESTABLISHED_DROPS, 3).has_right_timestamps());
-        assert!(!at_client(PAWS_ESTABLISHED_DROPS, 4).has_right_timestamps());
-        assert!(!at_client("TcpExtTSEcrRejected", 1).has_right_timestamps());
-        let at_servers = TcpCounters { timestamp_drops_at_servers: drops(PAWS_ESTABLISHED_DROPS, 1), ..seen };
-        assert!(!at_servers.has_right_timestamps());
+    fn only_drops_of_reordered_segments_are_tolerated() {
+        let drop_counts = |name: &str, count| BTreeMap::from([(name.to_owned(), count)]);
+        let counters_without_drops = TcpCounters { sent: 2_500_000, ..TcpCounters::default() };
+        assert!(counters_without_drops.has_right_timestamps());
+        let client_drops = |name, count| TcpCounters {
+            timestamp_drops_at_client: drop_counts(name, count),
+            ..counters_without_drops.clone()
+        };
+        assert!(client_drops(PAWS_ESTABLISHED_DROP_COUNTER, 3).has_right_timestamps());
+        assert!(!client_drops(PAWS_ESTABLISHED_DROP_COUNTER, 4).has_right_timestamps());
+        assert!(!client_drops("TcpExtTSEcrRejected", 1).has_right_timestamps());
+        let server_drops = TcpCounters {
+            timestamp_drops_at_servers: drop_counts(PAWS_ESTABLISHED_DROP_COUNTER, 1),
+            ..counters_without_drops
+        };
+        assert!(!server_drops.has_right_timestamps());
     }
 
     #[test]
-    fn errors_of_wrk_are_detected() {
-        let clean = "  120 requests in 2.00s, 3.00MB read\nRequests/sec: 60\n";
-        assert_eq!(parse_wrk(clean).unwrap(), (120, 0));
-        let bad = "  120 requests in 2.00s, 3.00MB read\n  Socket errors: connect 1, read 20, write 0, timeout 3\n  \
+    fn wrk_socket_and_status_errors_are_counted() {
+        let output_without_errors = "  120 requests in 2.00s, 3.00MB read\nRequests/sec: 60\n";
+        assert_eq!(parse_wrk_output(output_without_errors).unwrap(), (120, 0));
+        let output_with_errors = "  120 requests in 2.00s, 3.00MB read\n  Socket errors: connect 1, read 20, write 0, \
+                                  timeout 3\n  \
                    Non-2xx or 3xx responses: 7\n";
-        assert_eq!(parse_wrk(bad).unwrap(), (120, 31));
-        assert!(parse_wrk("unable to connect").is_err());
+        assert_eq!(parse_wrk_output(output_with_errors).unwrap(), (120, 31));
+        assert!(parse_wrk_output("unable to connect").is_err());
     }
 }

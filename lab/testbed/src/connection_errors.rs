@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 /// Time without due bytes after which a client counts its connection as timed out (ns). TCP has then retransmitted them
 /// at least seven times. On one busy CPU, bursts of broadcasts delayed connections by more than 10 s (docs/limits.md).
-pub const LOSS_TIMEOUT_NS: u64 = 30_000_000_000;
+pub const DATA_TIMEOUT_NS: u64 = 30_000_000_000;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct BrokenConnections {
@@ -15,7 +15,7 @@ pub struct BrokenConnections {
     pub refused: u64,
     /// Number of established connections that ended with an RST, for example after a packet to a wrong server.
     pub reset: u64,
-    /// Number of connections without data for [`LOSS_TIMEOUT_NS`] when data was due, or on which TCP gave up.
+    /// Number of connections without data for [`DATA_TIMEOUT_NS`] when data was due, or on which TCP gave up.
     pub timed_out: u64,
     /// Number of connections that ended with a FIN before the last response.
     pub closed_early: u64,
@@ -27,13 +27,13 @@ pub struct BrokenConnections {
 
 impl BrokenConnections {
     /// Returns the number of broken connections of all kinds.
-    pub fn total(&self) -> u64 {
+    pub fn total_count(&self) -> u64 {
         let Self { refused, reset, timed_out, closed_early, wrong_answer, other } = self;
         refused + reset + timed_out + closed_early + wrong_answer + other
     }
     /// Counts a failed connection; `index` identifies it in the log of unexpected failures.
     pub(crate) fn count_failure(&mut self, failure: &ConnectionFailure, index: usize) {
-        let count = match failure {
+        let failure_count = match failure {
             ConnectionFailure::ClosedEarly => &mut self.closed_early,
             ConnectionFailure::WrongAnswer => &mut self.wrong_answer,
             ConnectionFailure::Io(error) => match error.kind() {
@@ -51,7 +51,7 @@ impl BrokenConnections {
                 }
             },
         };
-        *count += 1;
+        *failure_count += 1;
     }
 }
 

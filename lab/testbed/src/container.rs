@@ -12,16 +12,16 @@ use crate::addresses::SERVICE_ADDRESS;
 use crate::process::Process;
 use crate::topology::Testbed;
 
-const ADDRESS: Ipv4Addr = Ipv4Addr::new(172, 17, 0, 2);
-const PORT: u16 = 8080;
+const CONTAINER_ADDRESS: Ipv4Addr = Ipv4Addr::new(172, 17, 0, 2);
+const CONTAINER_PORT: u16 = 8080;
 /// Body of every response of the container.
-pub const CONTAINER_RESPONSE: &str = "contained";
+pub const CONTAINER_RESPONSE_BODY: &str = "contained";
 
 /// Container that serves the testbed's service on one server. Its network namespace ends with the process.
 #[derive(Debug)]
 pub struct Container {
-    server: u16,
-    nginx: Process,
+    server_number: u16,
+    nginx_process: Process,
 }
 
 impl Testbed {
@@ -31,35 +31,39 @@ impl Testbed {
         let directory = self.directory().join(format!("container-s{server}"));
         fs::create_dir_all(&directory)?;
         let at = directory.display();
-        let temporary: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
+        let temporary_path_options: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
             .map(|kind| format!("{kind}_temp_path {at}/{kind}; "))
             .concat();
         let text = format!(
             "user root; daemon off; worker_processes 1; pid {at}/nginx.pid; error_log {at}/error.log; \
-             lock_file {at}/lock; events {{ }} http {{ access_log off; {temporary} \
-             server {{ listen {PORT}; location / {{ return 200 \"{CONTAINER_RESPONSE}\"; }} }} }}"
+             lock_file {at}/lock; events {{ }} http {{ access_log off; {temporary_path_options} \
+             server {{ listen {CONTAINER_PORT}; location / {{ return 200 \"{CONTAINER_RESPONSE_BODY}\"; }} }} }}"
         );
         fs::write(directory.join("nginx.conf"), text)?;
         let mut command = Command::new("unshare");
         command.args(["--net", "nginx", "-c"]).arg(directory.join("nginx.conf"));
         command.arg("-e").arg(directory.join("error.log"));
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        let nginx = self.spawn(self.server(server)?, command)?;
-        let container = Container { server, nginx };
-        self.server(server)?.within(|| container.wait_for_namespace())?;
-        let mut connect = Command::new("sh");
-        connect.args(["-c", &container.connect_script()]);
-        self.run(self.server(server)?, connect)?;
+        let nginx_process = self.spawn(self.server(server)?, command)?;
+        let container = Container { server_number: server, nginx_process };
+        self.server(server)?.run_within(|| container.wait_for_namespace())?;
+        let mut connect_command = Command::new("sh");
+        connect_command.args(["-c", &container.connect_script()]);
+        self.run_command(self.server(server)?, connect_command)?;
         Ok(container)
     }
 }
 
 impl Container {
     fn wait_for_namespace(&self) -> anyhow::Result<()> {
-        let end = Instant::now() + *TIMEOUT;
-        let outside = [fs::read_link("/proc/self/ns/net")?, fs::read_link("/proc/thread-self/ns/net")?];
-        while outside.contains(&fs::read_link(format!("/proc/{}/ns/net", self.nginx.pid()))?) {
-            ensure!(Instant::now() < end, "the container of server {} has no network namespace", self.server);
+        let deadline = Instant::now() + *TIMEOUT;
+        let host_namespaces = [fs::read_link("/proc/self/ns/net")?, fs::read_link("/proc/thread-self/ns/net")?];
+        while host_namespaces.contains(&fs::read_link(format!("/proc/{}/ns/net", self.nginx_process.pid()))?) {
+            ensure!(
+                Instant::now() < deadline,
+                "the container of server {} has no network namespace",
+                self.server_number
+            );
             thread::sleep(Duration::from_millis(20));
         }
         Ok(())
@@ -67,7 +71,7 @@ impl Container {
 
     /// Returns a shell script that connects the container to the server's bridge.
     fn connect_script(&self) -> String {
-        let (pid, vip, port) = (self.nginx.pid(), SERVICE_ADDRESS.ip(), SERVICE_ADDRESS.port());
+        let (pid, vip, port) = (self.nginx_process.pid(), SERVICE_ADDRESS.ip(), SERVICE_ADDRESS.port());
         format!(
             "set -e
             ip link add br0 type bridge
@@ -76,19 +80,20 @@ impl Container {
             ip link add port type veth peer name eth0 netns {pid}
             ip link set port master br0 up
             nsenter --net=/proc/{pid}/ns/net sh -c 'ip link set lo up
-                ip address add {ADDRESS}/16 dev eth0; ip link set eth0 up; ip route add default via 172.17.0.1'
+                ip address add {CONTAINER_ADDRESS}/16 dev eth0; ip link set eth0 up; ip route add default via \
+             172.17.0.1'
             sysctl -q -w net.ipv4.ip_forward=1
             nft add table ip nat
             nft 'add chain ip nat prerouting {{ type nat hook prerouting priority dstnat; }}'
-            nft add rule ip nat prerouting ip daddr {vip} tcp dport {port} dnat to {ADDRESS}:{PORT}"
+            nft add rule ip nat prerouting ip daddr {vip} tcp dport {port} dnat to {CONTAINER_ADDRESS}:{CONTAINER_PORT}"
         )
     }
 
     /// Sets a sysctl in the container's network namespace. Fails when the command fails.
     pub fn set_sysctl(&self, testbed: &Testbed, name: &str, value: u32) -> anyhow::Result<()> {
         let mut command = Command::new("nsenter");
-        command.arg(format!("--net=/proc/{}/ns/net", self.nginx.pid()));
+        command.arg(format!("--net=/proc/{}/ns/net", self.nginx_process.pid()));
         command.args(["sysctl", "-q", "-w", &format!("{name}={value}")]);
-        testbed.run(testbed.server(self.server)?, command).map(drop)
+        testbed.run_command(testbed.server(self.server_number)?, command).map(drop)
     }
 }

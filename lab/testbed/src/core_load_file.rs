@@ -46,13 +46,14 @@ pub(crate) struct CounterFile {
 impl CounterFile {
     pub(crate) fn create(path: &Path, count: usize) -> anyhow::Result<Self> {
         let temporary_path = path.with_extension("new");
-        let open = || -> anyhow::Result<&'static [AtomicU64]> {
-            let file = File::options().read(true).write(true).create(true).truncate(true).open(&temporary_path)?;
-            file.set_len((count * size_of::<u64>()) as u64)?;
-            map_file(&file, count)
+        let open_and_map = || -> anyhow::Result<&'static [AtomicU64]> {
+            let counter_file =
+                File::options().read(true).write(true).create(true).truncate(true).open(&temporary_path)?;
+            counter_file.set_len((count * size_of::<u64>()) as u64)?;
+            map_counters(&counter_file, count)
         };
         let counters =
-            open().with_context(|| format!("cannot make the core load file {}", temporary_path.display()))?;
+            open_and_map().with_context(|| format!("cannot make the core load file {}", temporary_path.display()))?;
         Ok(Self { counters, temporary_path })
     }
 
@@ -73,7 +74,7 @@ impl CounterFile {
     }
 }
 
-fn map_file(file: &File, count: usize) -> anyhow::Result<&'static [AtomicU64]> {
+fn map_counters(file: &File, count: usize) -> anyhow::Result<&'static [AtomicU64]> {
     use std::os::fd::AsRawFd as _;
     let (length, access) = (count * size_of::<AtomicU64>(), libc::PROT_READ | libc::PROT_WRITE);
     // SAFETY: a new shared mapping at an address of the kernel's choice.
@@ -86,7 +87,7 @@ fn map_file(file: &File, count: usize) -> anyhow::Result<&'static [AtomicU64]> {
 }
 
 /// Returns the cores' busy times (ns) from a core load file. Fails when it cannot be read or has an incomplete entry.
-pub fn read_busy_file(path: &Path) -> anyhow::Result<Vec<u64>> {
+pub fn read_core_load_file(path: &Path) -> anyhow::Result<Vec<u64>> {
     let bytes = fs::read(path).with_context(|| format!("cannot read the core load file {}", path.display()))?;
     let (cores, rest) = bytes.as_chunks::<8>();
     if !rest.is_empty() {
@@ -100,7 +101,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn core_serves_one_request_at_a_time() {
+    fn core_serves_requests_one_after_the_other() {
         let mut core = VirtualCore::default();
         assert_eq!(core.enqueue(1_000, 50), 1_050);
         // Arrives while the first is served: waits.
@@ -110,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn busy_time_is_the_served_work() {
+    fn busy_time_is_the_time_of_served_requests() {
         let mut core = VirtualCore::default();
         assert_eq!(core.busy_ns(500), 0);
         core.enqueue(1_000, 100);

@@ -11,25 +11,25 @@ use crate::namespace::Namespace;
 pub type KernelCounters = BTreeMap<String, u64>;
 
 /// Names of the counters of segments dropped for their timestamps; a wrong cookie layout increases them.
-pub const TIMESTAMP_DROPS: [&str; 4] =
-    ["TcpExtPAWSActive", PAWS_ESTABLISHED_DROPS, "TcpExtPAWSTimewait", "TcpExtTSEcrRejected"];
+pub const TIMESTAMP_DROP_COUNTERS: [&str; 4] =
+    ["TcpExtPAWSActive", PAWS_ESTABLISHED_DROP_COUNTER, "TcpExtPAWSTimewait", "TcpExtTSEcrRejected"];
 
 /// Name of the counter of dropped data segments of established connections. It includes data older than a newer segment
 /// by more than a tick.
-pub const PAWS_ESTABLISHED_DROPS: &str = "TcpExtPAWSEstab";
+pub const PAWS_ESTABLISHED_DROP_COUNTER: &str = "TcpExtPAWSEstab";
 
 /// Name of the counter of pure acknowledgements that arrived after a newer segment. The kernel counts them separately
 /// since 6.14, because PAWS has not failed (net/ipv4/tcp_input.c, tcp_disordered_ack_check); veth reorders under load.
-pub const PAWS_OLD_ACKS: &str = "TcpExtPAWSOldAck";
+pub const PAWS_OLD_ACK_COUNTER: &str = "TcpExtPAWSOldAck";
 
 /// Reads the counters of a namespace. Fails when it cannot be entered, or the kernel's files have another format.
 pub fn read(namespace: &Namespace) -> anyhow::Result<KernelCounters> {
-    namespace.within(|| {
+    namespace.run_within(|| {
         let mut counters = KernelCounters::new();
         for file in ["snmp", "netstat"] {
             // Not /proc/net: that is the namespace of the process's first thread.
             let text = fs::read_to_string(format!("/proc/thread-self/net/{file}"))?;
-            parse(&text, &mut counters)?;
+            parse_counters(&text, &mut counters)?;
         }
         Ok(counters)
     })
@@ -41,7 +41,7 @@ pub fn total_over_namespaces(all: &[KernelCounters], name: &str) -> u64 {
 }
 
 /// Parses pairs of lines with names and values: `Tcp: Name Name ...`, `Tcp: 1 2 ...`.
-fn parse(text: &str, counters: &mut KernelCounters) -> anyhow::Result<()> {
+fn parse_counters(text: &str, counters: &mut KernelCounters) -> anyhow::Result<()> {
     let lines: Vec<&str> = text.lines().collect();
     for pair in lines.chunks(2) {
         ensure!(pair.len() == 2, "a line of names without values: {pair:?}");
@@ -61,13 +61,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_and_values_are_paired() {
+    fn counter_names_are_paired_with_their_values() {
         let mut counters = KernelCounters::new();
-        parse("Tcp: MaxConn RetransSegs\nTcp: -1 7\nTcpExt: PAWSEstab\nTcpExt: 3\n", &mut counters).unwrap();
+        parse_counters("Tcp: MaxConn RetransSegs\nTcp: -1 7\nTcpExt: PAWSEstab\nTcpExt: 3\n", &mut counters).unwrap();
         assert_eq!(counters["TcpRetransSegs"], 7);
         assert_eq!(counters["TcpExtPAWSEstab"], 3);
         assert_eq!(counters["TcpMaxConn"], 0);
-        assert!(parse("Tcp: A\nUdp: 1\n", &mut counters).is_err());
-        assert!(parse("Tcp: A\n", &mut counters).is_err());
+        assert!(parse_counters("Tcp: A\nUdp: 1\n", &mut counters).is_err());
+        assert!(parse_counters("Tcp: A\n", &mut counters).is_err());
     }
 }

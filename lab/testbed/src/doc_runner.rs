@@ -19,8 +19,8 @@ const BLOCK_TIMEOUT_S: &str = "90";
 /// Path of the testbed's directory on a machine, which has a `/run` of its own.
 const MACHINE_MOUNT_PATH: &str = "/mnt";
 /// Id of the user `coreward`, whom the packages create.
-const USER_ID: u32 = 64_007;
-const HOLD_SECONDS: &str = "600";
+const COREWARD_USER_ID: u32 = 64_007;
+const MACHINE_LIFETIME_SECONDS: &str = "600";
 
 /// Shell block of a document.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -39,11 +39,11 @@ pub fn parse_shell_blocks(document: &str) -> anyhow::Result<Vec<ShellBlock>> {
     let mut lines = (1..).zip(document.lines());
     while let Some((line, text)) = lines.next() {
         let Some(language) = text.strip_prefix("```") else { continue };
-        let inside: Vec<&str> = lines.by_ref().map(|(_, text)| text).take_while(|text| *text != "```").collect();
-        ensure!(line + inside.len() < document.lines().count(), "line {line}: a block without an end");
-        let machines: Vec<String> = language.split_whitespace().skip(1).map(str::to_owned).collect();
-        if language.starts_with("sh") && !machines.is_empty() {
-            blocks.push(ShellBlock { line, machines, commands: inside.join("\n") });
+        let block_lines: Vec<&str> = lines.by_ref().map(|(_, text)| text).take_while(|text| *text != "```").collect();
+        ensure!(line + block_lines.len() < document.lines().count(), "line {line}: a block without an end");
+        let machine_names: Vec<String> = language.split_whitespace().skip(1).map(str::to_owned).collect();
+        if language.starts_with("sh") && !machine_names.is_empty() {
+            blocks.push(ShellBlock { line, machines: machine_names, commands: block_lines.join("\n") });
         }
     }
     Ok(blocks)
@@ -51,33 +51,34 @@ pub fn parse_shell_blocks(document: &str) -> anyhow::Result<Vec<ShellBlock>> {
 
 /// Machine of the document: a namespace of the testbed with its own mounts, which a sleeping process keeps.
 #[derive(Debug)]
-pub struct Host {
+pub struct DocumentMachine {
     name: String,
-    holder: Process,
+    namespace_holder: Process,
 }
 
-impl Host {
+impl DocumentMachine {
     /// Starts a machine. Fails when the kernel has no overlay file system, or rejects a mount.
     pub fn start(testbed: &Testbed, name: &str, namespace: &Namespace) -> anyhow::Result<Self> {
-        let folder = testbed.directory().join(format!("machine-{name}"));
-        let pins = testbed.pin_directory().join(format!("machine-{name}"));
+        let machine_directory = testbed.directory().join(format!("machine-{name}"));
+        let pin_directory = testbed.pin_directory().join(format!("machine-{name}"));
         for part in ["etc", "etc.work", "var", "var.work", "bin"] {
-            fs::create_dir_all(folder.join(part))?;
+            fs::create_dir_all(machine_directory.join(part))?;
         }
-        fs::create_dir_all(&pins)?;
-        fs::create_dir_all(folder.join("etc/coreward"))?;
-        fs::create_dir_all(folder.join("var/lib/coreward"))?;
-        let bin = folder.join("bin");
-        std::os::unix::fs::symlink(coreward_command()?, bin.join("coreward"))?;
-        let copied = include_str!("scp.sh").replace("@MACHINES@", MACHINE_MOUNT_PATH);
-        for (command, text) in [("systemctl", include_str!("systemctl.sh")), ("scp", &copied)] {
-            fs::write(bin.join(command), text)?;
-            fs::set_permissions(bin.join(command), std::os::unix::fs::PermissionsExt::from_mode(0o755))?;
+        fs::create_dir_all(&pin_directory)?;
+        fs::create_dir_all(machine_directory.join("etc/coreward"))?;
+        fs::create_dir_all(machine_directory.join("var/lib/coreward"))?;
+        let command_directory = machine_directory.join("bin");
+        std::os::unix::fs::symlink(coreward_command()?, command_directory.join("coreward"))?;
+        let scp_script = include_str!("scp.sh").replace("@MACHINES@", MACHINE_MOUNT_PATH);
+        for (command, text) in [("systemctl", include_str!("systemctl.sh")), ("scp", &scp_script)] {
+            fs::write(command_directory.join(command), text)?;
+            fs::set_permissions(command_directory.join(command), std::os::unix::fs::PermissionsExt::from_mode(0o755))?;
         }
-        let ready = folder.join("ready");
-        let all = testbed.directory();
-        let [folder, pins, bin, all] = [&folder, &pins, &bin, &all].map(|path: &PathBuf| path.display());
-        let script = format!(
+        let ready_file = machine_directory.join("ready");
+        let testbed_directory = testbed.directory();
+        let [folder, pins, bin, all] = [&machine_directory, &pin_directory, &command_directory, &testbed_directory]
+            .map(|path: &PathBuf| path.display());
+        let mount_script = format!(
             "echo {name} > /proc/sys/kernel/hostname
              mount --make-rprivate /
              mount -t overlay overlay -o lowerdir=/etc,upperdir={folder}/etc,workdir={folder}/etc.work /etc
@@ -86,8 +87,8 @@ impl Host {
              mount --bind {pins} /sys/fs/bpf
              # What the packages do (packaging/debian/controller.postinst).
              getent passwd coreward >/dev/null || {{
-                 echo coreward:x:{USER_ID}:{USER_ID}::/nonexistent:/usr/sbin/nologin >> /etc/passwd
-                 echo coreward:x:{USER_ID}: >> /etc/group
+                 echo coreward:x:{COREWARD_USER_ID}:{COREWARD_USER_ID}::/nonexistent:/usr/sbin/nologin >> /etc/passwd
+                 echo coreward:x:{COREWARD_USER_ID}: >> /etc/group
              }}
              chown coreward: /var/lib/coreward
              # For scp.
@@ -95,30 +96,30 @@ impl Host {
              echo $$ > {folder}/pid
              touch {folder}/ready
              mount -t tmpfs tmpfs /run
-             exec sleep {HOLD_SECONDS}"
+             exec sleep {MACHINE_LIFETIME_SECONDS}"
         );
-        let log = testbed.directory().join(format!("machine-{name}.log"));
+        let log_path = testbed.directory().join(format!("machine-{name}.log"));
         let mut command = Command::new("unshare");
-        command.args(["--mount", "--uts", "sh", "-eu", "-c", &script]);
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(fs::File::create(&log)?);
-        let mut holder = testbed.spawn(namespace, command)?;
-        let end = std::time::Instant::now() + *TIMEOUT;
-        while !ready.exists() {
-            let ended = holder.try_wait()?.is_some() || std::time::Instant::now() > end;
-            ensure!(!ended, "machine {name}: {}", fs::read_to_string(&log).unwrap_or_default().trim());
+        command.args(["--mount", "--uts", "sh", "-eu", "-c", &mount_script]);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(fs::File::create(&log_path)?);
+        let mut namespace_holder = testbed.spawn(namespace, command)?;
+        let deadline = std::time::Instant::now() + *TIMEOUT;
+        while !ready_file.exists() {
+            let has_failed = namespace_holder.try_wait()?.is_some() || std::time::Instant::now() > deadline;
+            ensure!(!has_failed, "machine {name}: {}", fs::read_to_string(&log_path).unwrap_or_default().trim());
             std::thread::sleep(Duration::from_millis(10));
         }
-        Ok(Self { name: name.to_owned(), holder })
+        Ok(Self { name: name.to_owned(), namespace_holder })
     }
 
     /// Runs the commands of a block and returns their output. Fails with the output when a command fails.
-    pub fn run(&self, block: &ShellBlock, log: &Path) -> anyhow::Result<String> {
+    pub fn run_block(&self, block: &ShellBlock, log: &Path) -> anyhow::Result<String> {
         let mut command = Command::new("timeout");
         command.args([
             BLOCK_TIMEOUT_S,
             "nsenter",
             "--target",
-            &self.holder.pid().to_string(),
+            &self.namespace_holder.pid().to_string(),
             "--mount",
             "--net",
             "--uts",
@@ -126,14 +127,14 @@ impl Host {
         // A login shell, with the settings of /etc/profile.d.
         command.args(["sh", "-l", "-c", &format!("set -eu\n{}", block.commands)]);
         // Output to a file: a background process of the block would keep a pipe open.
-        let file = fs::File::create(log)?;
-        command.stdin(Stdio::null()).stdout(file.try_clone()?).stderr(file);
+        let log_file = fs::File::create(log)?;
+        command.stdin(Stdio::null()).stdout(log_file.try_clone()?).stderr(log_file);
         let status = command.status().context("timeout (Debian package coreutils)")?;
-        let printed = fs::read_to_string(log)?;
+        let output_text = fs::read_to_string(log)?;
         if !status.success() {
-            bail!("line {}, on {}: {status}:\n{}\nprinted:\n{printed}", block.line, self.name, block.commands);
+            bail!("line {}, on {}: {status}:\n{}\nprinted:\n{output_text}", block.line, self.name, block.commands);
         }
-        Ok(printed)
+        Ok(output_text)
     }
 }
 
@@ -142,10 +143,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn documented_blocks_name_their_machines() {
+    fn only_shell_blocks_that_name_machines_are_parsed() {
         let text = "a\n```sh s1 s2\nx\ny\n```\n```sh\nnot me\n```\n```toml s1\nnor me\n```\n";
-        let taken = ShellBlock { line: 2, machines: vec!["s1".into(), "s2".into()], commands: "x\ny".into() };
-        assert_eq!(parse_shell_blocks(text).unwrap(), [taken]);
+        let expected_block = ShellBlock { line: 2, machines: vec!["s1".into(), "s2".into()], commands: "x\ny".into() };
+        assert_eq!(parse_shell_blocks(text).unwrap(), [expected_block]);
         assert_eq!(parse_shell_blocks("```sh s1\nx\n").unwrap_err().to_string(), "line 1: a block without an end");
     }
 }

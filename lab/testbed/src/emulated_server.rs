@@ -14,7 +14,7 @@ use std::os::fd::AsFd as _;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use anyhow::{Context as _, ensure};
-use coreward_load::event_loop::{Epoll, accept, now_ns};
+use coreward_load::event_loop::{Epoll, accept_nonblocking, now_ns};
 use nix::sys::prctl::{set_name, set_pdeathsig};
 use nix::unistd::{ForkResult, Pid, fork, getpid, getppid};
 use socket2::{Domain, Socket, Type};
@@ -22,26 +22,26 @@ use socket2::{Domain, Socket, Type};
 use crate::core_load_file::VirtualCore;
 
 /// Length of each accept queue: enough for a burst of connections to one core (limit: net.core.somaxconn, 4096).
-const BACKLOG: i32 = 4096;
+const ACCEPT_QUEUE_LENGTH: i32 = 4096;
 
 /// Returns a listening socket. With `reuse_port`, other sockets may listen on the same address.
 pub(crate) fn listen(address: SocketAddr, reuse_port: bool) -> anyhow::Result<TcpListener> {
-    let open = || -> io::Result<TcpListener> {
+    let open_socket = || -> io::Result<TcpListener> {
         let socket = Socket::new(Domain::for_address(address), Type::STREAM, None)?;
         socket.set_reuse_address(true)?;
         socket.set_reuse_port(reuse_port)?;
         socket.bind(&address.into())?;
-        socket.listen(BACKLOG)?;
+        socket.listen(ACCEPT_QUEUE_LENGTH)?;
         socket.set_nonblocking(true)?;
         Ok(socket.into())
     };
-    open().with_context(|| format!("cannot listen on {address}"))
+    open_socket().with_context(|| format!("cannot listen on {address}"))
 }
 
 /// Protocol that an emulated server speaks.
-pub(crate) trait Protocol {
+pub(crate) trait ServerProtocol {
     /// Protocol state of a connection.
-    type State: Default;
+    type ConnectionState: Default;
     /// Whether a connection ends when the client stops sending or the response is complete.
     const CLOSES_AFTER_RESPONSE: bool;
     /// Service time of accepting a connection (ns).
@@ -50,91 +50,96 @@ pub(crate) trait Protocol {
     const PUBLISH_INTERVAL_NS: u64;
 
     /// Parses received bytes and queues packets of responses. Returns whether the bytes are (part of) a request.
-    fn receive(&self, state: &mut Self::State, bytes: &[u8], queue: &mut ResponseQueue<'_>) -> bool;
+    fn receive(&self, state: &mut Self::ConnectionState, bytes: &[u8], queue: &mut ResponseQueue<'_>) -> bool;
 
     /// Appends the contents of packet `id` of the response to `packet`.
-    fn write(&self, state: &Self::State, id: u32, packet: &mut Vec<u8>, queue: &mut ResponseQueue<'_>);
+    fn write(&self, state: &Self::ConnectionState, id: u32, packet: &mut Vec<u8>, queue: &mut ResponseQueue<'_>);
 }
 
 /// Packet of a response that is due later; packets are ordered by due time.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Packet {
+struct ResponsePacket {
     due_ns: u64,
     /// Number of the packet in the order of queueing, which orders packets that are due at the same time.
-    sequence: u64,
-    connection: u64,
-    id: u32,
+    queue_sequence: u64,
+    connection_id: u64,
+    packet_id: u32,
 }
 
 /// Access of a connection to its core's queue of work, and to the packets that are due later.
 pub(crate) struct ResponseQueue<'a> {
     pub(crate) now_ns: u64,
     virtual_core: &'a mut VirtualCore,
-    packets: &'a mut BinaryHeap<Reverse<Packet>>,
-    sequence: &'a mut u64,
-    connection: u64,
-    pending: &'a mut u32,
+    packets: &'a mut BinaryHeap<Reverse<ResponsePacket>>,
+    next_sequence: &'a mut u64,
+    connection_id: u64,
+    pending_packets: &'a mut u32,
 }
 
 impl ResponseQueue<'_> {
     /// Queues work for the core. Returns the time at which it will be done (ns).
-    pub(crate) fn work(&mut self, service_ns: u64) -> u64 {
+    pub(crate) fn queue_work(&mut self, service_ns: u64) -> u64 {
         self.virtual_core.enqueue(self.now_ns, service_ns)
     }
 
     /// Queues packet `id` of the response, to be sent at `due_ns`.
-    pub(crate) fn send_at(&mut self, due_ns: u64, id: u32) {
-        *self.sequence += 1;
-        *self.pending += 1;
-        self.packets.push(Reverse(Packet { due_ns, sequence: *self.sequence, connection: self.connection, id }));
+    pub(crate) fn queue_packet(&mut self, due_ns: u64, id: u32) {
+        *self.next_sequence += 1;
+        *self.pending_packets += 1;
+        self.packets.push(Reverse(ResponsePacket {
+            due_ns,
+            queue_sequence: *self.next_sequence,
+            connection_id: self.connection_id,
+            packet_id: id,
+        }));
     }
 }
 
 /// Emulated core with its own listening socket.
-pub(crate) struct Core<'a> {
+pub(crate) struct EmulatedCore<'a> {
     listener: &'a TcpListener,
     virtual_core: VirtualCore,
     /// Busy time of the core (ns), as published in the core load file.
-    busy_ns: &'a AtomicU64,
+    published_busy_ns: &'a AtomicU64,
 }
 
-impl<'a> Core<'a> {
-    pub(crate) fn new(listener: &'a TcpListener, busy_ns: &'a AtomicU64) -> Self {
-        Self { listener, virtual_core: VirtualCore::default(), busy_ns }
+impl<'a> EmulatedCore<'a> {
+    pub(crate) fn new(listener: &'a TcpListener, published_busy_ns: &'a AtomicU64) -> Self {
+        Self { listener, virtual_core: VirtualCore::default(), published_busy_ns }
     }
 }
 
-struct Connection<S> {
-    core: usize,
+struct ServedConnection<S> {
+    core_index: usize,
     stream: TcpStream,
-    state: S,
+    protocol_state: S,
     /// Number of packets that are queued for the connection.
-    pending: u32,
+    pending_packets: u32,
     /// Whether the client has closed its sending direction.
-    has_ended: bool,
+    is_client_done: bool,
 }
 
 /// Event loop that serves several emulated cores.
-pub(crate) struct EventLoop<'a, P: Protocol> {
+pub(crate) struct EventLoop<'a, P: ServerProtocol> {
     protocol: P,
-    cores: Vec<Core<'a>>,
+    cores: Vec<EmulatedCore<'a>>,
     epoll: Epoll,
     /// Connections by id. Ids are never reused, so a late packet cannot be sent on another connection.
-    connections: HashMap<u64, Connection<P::State>>,
+    connections: HashMap<u64, ServedConnection<P::ConnectionState>>,
     next_connection_id: u64,
-    packets: BinaryHeap<Reverse<Packet>>,
-    sequence: u64,
+    packets: BinaryHeap<Reverse<ResponsePacket>>,
+    next_sequence: u64,
 }
 
-impl<'a, P: Protocol> EventLoop<'a, P> {
+impl<'a, P: ServerProtocol> EventLoop<'a, P> {
     /// Creates the event loop. The first epoll tokens belong to the listeners.
-    pub(crate) fn new(protocol: P, cores: Vec<Core<'a>>) -> io::Result<Self> {
+    pub(crate) fn new(protocol: P, cores: Vec<EmulatedCore<'a>>) -> io::Result<Self> {
         let (epoll, next_connection_id) = (Epoll::new()?, cores.len() as u64);
         for (token, core) in (0..).zip(&cores) {
             epoll.add(core.listener.as_fd(), token, libc::EPOLLIN)?;
         }
         let (connections, packets) = (HashMap::new(), BinaryHeap::new());
-        Ok(Self { protocol, cores, epoll, connections, next_connection_id, packets, sequence: 0 })
+        Ok(Self { protocol, cores, epoll, connections, next_connection_id, packets, next_sequence: 0 })
     }
 
     /// Serves connections; returns only after an error.
@@ -147,33 +152,40 @@ impl<'a, P: Protocol> EventLoop<'a, P> {
     /// Waits for the next event and processes all events and packets that are due.
     fn process_due_events(&mut self) -> anyhow::Result<()> {
         let before_ns = now_ns();
-        let packet_ns = self.packets.peek().map(|Reverse(packet)| packet.due_ns);
+        let next_packet_ns = self.packets.peek().map(|Reverse(packet)| packet.due_ns);
         // A busy core publishes its busy time during a request, as a real core does.
         let is_busy = self.cores.iter().any(|core| core.virtual_core.is_busy(before_ns));
-        let publish_ns = is_busy.then_some(before_ns + P::PUBLISH_INTERVAL_NS);
-        let events: Vec<_> = self.epoll.wait([packet_ns, publish_ns].into_iter().flatten().min())?.collect();
+        let next_publication_ns = is_busy.then_some(before_ns + P::PUBLISH_INTERVAL_NS);
+        let events: Vec<_> =
+            self.epoll.wait([next_packet_ns, next_publication_ns].into_iter().flatten().min())?.collect();
         let now_ns = now_ns();
         for event in events {
             match event.token as usize {
-                core if core < self.cores.len() => self.accept_all(core, now_ns)?,
-                _ => self.read(event.token, now_ns)?,
+                core if core < self.cores.len() => self.accept_connections(core, now_ns)?,
+                _ => self.read_requests(event.token, now_ns)?,
             }
         }
         while self.packets.peek().is_some_and(|Reverse(packet)| packet.due_ns <= now_ns) {
             let Reverse(packet) = self.packets.pop().expect("just seen");
-            self.send(&packet, now_ns);
+            self.send_packet(&packet, now_ns);
         }
         for core in &self.cores {
             // One writer; readers need no order with other memory.
-            core.busy_ns.store(core.virtual_core.busy_ns(now_ns).to_le(), Ordering::Relaxed);
+            core.published_busy_ns.store(core.virtual_core.busy_ns(now_ns).to_le(), Ordering::Relaxed);
         }
         Ok(())
     }
 
-    fn accept_all(&mut self, core: usize, now_ns: u64) -> anyhow::Result<()> {
-        while let Some(stream) = accept(self.cores[core].listener).context("cannot accept")? {
+    fn accept_connections(&mut self, core: usize, now_ns: u64) -> anyhow::Result<()> {
+        while let Some(stream) = accept_nonblocking(self.cores[core].listener).context("cannot accept")? {
             self.epoll.add(stream.as_fd(), self.next_connection_id, libc::EPOLLIN)?;
-            let connection = Connection { core, stream, state: P::State::default(), pending: 0, has_ended: false };
+            let connection = ServedConnection {
+                core_index: core,
+                stream,
+                protocol_state: P::ConnectionState::default(),
+                pending_packets: 0,
+                is_client_done: false,
+            };
             self.connections.insert(self.next_connection_id, connection);
             self.next_connection_id += 1;
             self.cores[core].virtual_core.enqueue(now_ns, P::ACCEPT_NS);
@@ -181,44 +193,63 @@ impl<'a, P: Protocol> EventLoop<'a, P> {
         Ok(())
     }
 
-    fn read(&mut self, number: u64, now_ns: u64) -> anyhow::Result<()> {
+    fn read_requests(&mut self, number: u64, now_ns: u64) -> anyhow::Result<()> {
         let Some(connection) = self.connections.get_mut(&number) else { return Ok(()) };
         let mut buffer = [0; 4096];
-        let is_valid = match connection.stream.read(&mut buffer) {
+        let is_valid_request = match connection.stream.read(&mut buffer) {
             Ok(0) => {
-                connection.has_ended = true;
+                connection.is_client_done = true;
                 true
             }
             Ok(length) => {
-                let (virtual_core, packets) = (&mut self.cores[connection.core].virtual_core, &mut self.packets);
-                let (sequence, pending) = (&mut self.sequence, &mut connection.pending);
-                let mut queue = ResponseQueue { now_ns, virtual_core, packets, sequence, connection: number, pending };
-                self.protocol.receive(&mut connection.state, &buffer[..length], &mut queue)
+                let (virtual_core, packets) = (&mut self.cores[connection.core_index].virtual_core, &mut self.packets);
+                let (sequence, pending) = (&mut self.next_sequence, &mut connection.pending_packets);
+                let mut queue = ResponseQueue {
+                    now_ns,
+                    virtual_core,
+                    packets,
+                    next_sequence: sequence,
+                    connection_id: number,
+                    pending_packets: pending,
+                };
+                self.protocol.receive(&mut connection.protocol_state, &buffer[..length], &mut queue)
             }
             Err(error) => error.kind() == io::ErrorKind::WouldBlock,
         };
-        if !is_valid || (connection.has_ended && (P::CLOSES_AFTER_RESPONSE || connection.pending == 0)) {
+        if !is_valid_request
+            || (connection.is_client_done && (P::CLOSES_AFTER_RESPONSE || connection.pending_packets == 0))
+        {
             self.connections.remove(&number);
-        } else if connection.has_ended {
+        } else if connection.is_client_done {
             // Level-triggered: an unread end of stream would wake the loop until the last packet is sent.
             self.epoll.remove(connection.stream.as_fd())?;
         }
         Ok(())
     }
 
-    fn send(&mut self, packet: &Packet, now_ns: u64) {
-        let number = packet.connection;
-        let Some(connection) = self.connections.get_mut(&number) else { return };
-        connection.pending -= 1;
-        let (virtual_core, packets) = (&mut self.cores[connection.core].virtual_core, &mut self.packets);
-        let (sequence, pending) = (&mut self.sequence, &mut connection.pending);
-        let mut queue = ResponseQueue { now_ns, virtual_core, packets, sequence, connection: number, pending };
-        let mut bytes = Vec::new();
-        self.protocol.write(&connection.state, packet.id, &mut bytes, &mut queue);
-        let is_written = matches!(connection.stream.write(&bytes), Ok(length) if length == bytes.len());
+    fn send_packet(&mut self, packet: &ResponsePacket, now_ns: u64) {
+        let connection_id = packet.connection_id;
+        let Some(connection) = self.connections.get_mut(&connection_id) else { return };
+        connection.pending_packets -= 1;
+        let (virtual_core, packets) = (&mut self.cores[connection.core_index].virtual_core, &mut self.packets);
+        let (sequence, pending) = (&mut self.next_sequence, &mut connection.pending_packets);
+        let mut queue = ResponseQueue {
+            now_ns,
+            virtual_core,
+            packets,
+            next_sequence: sequence,
+            connection_id,
+            pending_packets: pending,
+        };
+        let mut packet_bytes = Vec::new();
+        self.protocol.write(&connection.protocol_state, packet.packet_id, &mut packet_bytes, &mut queue);
+        let is_fully_written =
+            matches!(connection.stream.write(&packet_bytes), Ok(length) if length == packet_bytes.len());
         // Closes the connection of a client that does not read a full buffer.
-        if !is_written || (connection.pending == 0 && (P::CLOSES_AFTER_RESPONSE || connection.has_ended)) {
-            self.connections.remove(&number);
+        if !is_fully_written
+            || (connection.pending_packets == 0 && (P::CLOSES_AFTER_RESPONSE || connection.is_client_done))
+        {
+            self.connections.remove(&connection_id);
         }
     }
 }
@@ -230,19 +261,19 @@ pub(crate) fn fork_worker(
     number: u8,
     work: impl FnOnce() -> anyhow::Result<Infallible>,
 ) -> anyhow::Result<Pid> {
-    let threads = fs::read_dir("/proc/self/task")?.count();
-    ensure!(threads == 1, "the {server} must be started from a process with a single thread: it forks");
-    let master = getpid();
+    let thread_count = fs::read_dir("/proc/self/task")?.count();
+    ensure!(thread_count == 1, "the {server} must be started from a process with a single thread: it forks");
+    let master_pid = getpid();
     // SAFETY: there is one thread, so no lock can be held by another in the child.
     if let ForkResult::Parent { child } = unsafe { fork() }.context("cannot fork a worker")? {
         return Ok(child);
     }
-    let run = || {
+    let run_worker = || {
         set_pdeathsig(nix::sys::signal::Signal::SIGKILL)?;
-        ensure!(getppid() == master, "the master has ended");
+        ensure!(getppid() == master_pid, "the master has ended");
         set_name(&std::ffi::CString::new(format!("core{number}"))?)?;
         work()
     };
-    eprintln!("{server}: worker {number}: {:#}", run().unwrap_err());
+    eprintln!("{server}: worker {number}: {:#}", run_worker().unwrap_err());
     std::process::exit(1)
 }

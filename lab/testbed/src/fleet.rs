@@ -18,23 +18,24 @@ use coreward_tls::Role;
 use coreward_tls::authority::{Authority, DAY, Validity};
 use nix::sys::signal::Signal;
 
-use crate::addresses::{load_balancer_name, rack_name};
+use crate::addresses::{load_balancer_name, rack_controller_name};
 use crate::namespace::Namespace;
 use crate::process::{Process, TIMEOUT};
 use crate::topology::Testbed;
 
 pub(crate) use daemons::read_log_tails;
 pub use daemons::{coreward_command, lab_command, operator_command, operator_command_for, unit_capabilities};
-pub use files::{busy_file, certificate_directory, certificate_files, credential_directory, issue};
+pub use files::{certificate_directory, certificate_files, core_load_file_path, credential_directory, issue};
 pub use names::{
-    CONTROLLER, CONTROLLER_PORT, agent_name, api_address_of, controller_address_of, controller_name,
-    first_controller_address, rack_listen_address,
+    CONTROLLER_PORT, FIRST_CONTROLLER_NAME, agent_name, api_address_of, controller_address_of, controller_name,
+    first_controller_address, rack_controller_listen_address,
 };
 pub use options::{AdminState, FleetOptions, LoadSource};
 
 use daemons::start_daemon;
 use files::{
-    config_path, fleet_name, write_agent_file, write_controller_files, write_load_balancer_file, write_rack_file,
+    config_path, testbed_fleet_name, write_agent_file, write_controller_files, write_load_balancer_file,
+    write_rack_controller_file,
 };
 use names::DaemonName;
 
@@ -42,13 +43,13 @@ use names::DaemonName;
 #[derive(Debug)]
 pub struct Fleet {
     options: FleetOptions,
-    pool: BTreeMap<u16, AdminState>,
+    server_pool: BTreeMap<u16, AdminState>,
     controllers: BTreeMap<u16, Process>,
-    racks: BTreeMap<u16, Process>,
+    rack_controllers: BTreeMap<u16, Process>,
     load_balancers: BTreeMap<u16, Process>,
     agents: BTreeMap<u16, Process>,
     /// Path of the command of each daemon that does not run [`coreward_command`], by daemon.
-    commands: BTreeMap<String, PathBuf>,
+    replaced_commands: BTreeMap<String, PathBuf>,
 }
 
 impl Fleet {
@@ -59,34 +60,34 @@ impl Fleet {
         let pool: BTreeMap<u16, AdminState> =
             testbed.server_numbers().into_iter().map(|number| (number, AdminState::Active)).collect();
         if options.tls {
-            Authority::init(&certificate_directory(testbed), &fleet_name()?, 30 * DAY)?;
-            issue(testbed, Role::Controller, "controller", &fleet_name()?, Validity::from_now(DAY))?;
+            Authority::init(&certificate_directory(testbed), &testbed_fleet_name()?, 30 * DAY)?;
+            issue(testbed, Role::Controller, "controller", &testbed_fleet_name()?, Validity::from_now(DAY))?;
         }
         write_controller_files(testbed, &options, &pool)?;
         let mut fleet = Self {
             options,
-            pool,
+            server_pool: pool,
             controllers: BTreeMap::new(),
-            racks: BTreeMap::new(),
+            rack_controllers: BTreeMap::new(),
             load_balancers: BTreeMap::new(),
             agents: BTreeMap::new(),
-            commands: BTreeMap::new(),
+            replaced_commands: BTreeMap::new(),
         };
         for number in 1..=fleet.options.controller_count {
             fleet.start_controller(testbed, number)?;
         }
         if fleet.options.applied_document.is_some() {
-            fleet.apply(testbed, &config_path(testbed, "fleet"))?;
+            fleet.apply_document(testbed, &config_path(testbed, "fleet"))?;
         }
         for number in 1..=testbed.options().racks {
-            fleet.start_rack(testbed, number)?;
+            fleet.start_rack_controller(testbed, number)?;
         }
         for number in testbed.load_balancer_numbers() {
             fleet.start_load_balancer(testbed, number)?;
         }
         if fleet.options.runs_agents {
             // An agent whose first rack has no controller connects to its next rack.
-            fleet.wait_until(testbed, || fleet.check_racks(testbed))?;
+            fleet.wait_until_ok(testbed, || fleet.check_rack_controllers(testbed))?;
             for number in testbed.server_numbers() {
                 fleet.start_agent(testbed, number)?;
             }
@@ -100,8 +101,9 @@ impl Fleet {
     pub fn start_load_balancer(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
         self.issue_certificate(testbed, Role::Lb, &load_balancer_name(number))?;
         write_load_balancer_file(testbed, &self.options, number)?;
-        let daemon = self.start_daemon(testbed, testbed.load_balancer(number)?, "lb", &load_balancer_name(number))?;
-        self.load_balancers.insert(number, daemon);
+        let lb_daemon =
+            self.start_daemon(testbed, testbed.load_balancer(number)?, "lb", &load_balancer_name(number))?;
+        self.load_balancers.insert(number, lb_daemon);
         Ok(())
     }
 
@@ -135,10 +137,10 @@ impl Fleet {
 
     /// Stops a daemon regularly and starts a new process that continues with its state, as an upgrade does. Fails when
     /// the daemon does not exist, stop or start.
-    pub fn upgrade(&mut self, testbed: &Testbed, name: &str) -> anyhow::Result<()> {
-        let status = self.daemon(name)?.terminate(*TIMEOUT)?;
-        ensure!(status.success(), "{name} ended with {status}");
-        self.restart(testbed, name)
+    pub fn upgrade_daemon(&mut self, testbed: &Testbed, name: &str) -> anyhow::Result<()> {
+        let exit_status = self.daemon(name)?.terminate(*TIMEOUT)?;
+        ensure!(exit_status.success(), "{name} ended with {exit_status}");
+        self.restart_daemon(testbed, name)
     }
 
     /// Starts the agent of a server, or restarts it after it was killed. Fails when the server does not exist or the
@@ -154,7 +156,7 @@ impl Fleet {
     /// Issues a certificate for a daemon, unless it already has one.
     fn issue_certificate(&self, testbed: &Testbed, role: Role, name: &str) -> anyhow::Result<()> {
         if self.options.tls && !credential_directory(testbed, role, name).exists() {
-            issue(testbed, role, name, &fleet_name()?, Validity::from_now(DAY))?;
+            issue(testbed, role, name, &testbed_fleet_name()?, Validity::from_now(DAY))?;
         }
         Ok(())
     }
@@ -163,20 +165,20 @@ impl Fleet {
     /// written or the controller has ended.
     pub fn set_pool(&mut self, testbed: &Testbed, pool: BTreeMap<u16, AdminState>) -> anyhow::Result<()> {
         write_controller_files(testbed, &self.options, &pool)?;
-        self.pool = pool;
-        self.daemon(&controller_name(1))?.signal(Signal::SIGHUP)
+        self.server_pool = pool;
+        self.daemon(&controller_name(1))?.send_signal(Signal::SIGHUP)
     }
 
     /// Restarts a daemon with another binary of coreward, which later restarts use as well; `None`: the default binary.
     /// Fails when the daemon does not exist, stop or start.
     pub fn replace_binary(&mut self, testbed: &Testbed, name: &str, binary: Option<&Path>) -> anyhow::Result<()> {
-        self.set_command(name, binary.map_or_else(coreward_command, |binary| Ok(binary.to_owned()))?);
-        self.upgrade(testbed, name)
+        self.set_daemon_command(name, binary.map_or_else(coreward_command, |binary| Ok(binary.to_owned()))?);
+        self.upgrade_daemon(testbed, name)
     }
 
     /// Sets the command that the daemon `name` runs from its next start, for example another version of coreward.
-    pub fn set_command(&mut self, name: &str, command: PathBuf) {
-        self.commands.insert(name.to_owned(), command);
+    pub fn set_daemon_command(&mut self, name: &str, command: PathBuf) {
+        self.replaced_commands.insert(name.to_owned(), command);
     }
 
     fn start_controller(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
@@ -186,22 +188,22 @@ impl Fleet {
         Ok(())
     }
 
-    fn start_rack(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
-        let name = rack_name(number);
+    fn start_rack_controller(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
+        let name = rack_controller_name(number);
         self.issue_certificate(testbed, Role::Rack, &name)?;
-        write_rack_file(testbed, &self.options, number)?;
-        let rack = self.start_daemon(testbed, testbed.rack(number)?, "rack", &name)?;
-        self.racks.insert(number, rack);
+        write_rack_controller_file(testbed, &self.options, number)?;
+        let rack_controller = self.start_daemon(testbed, testbed.rack(number)?, "rack", &name)?;
+        self.rack_controllers.insert(number, rack_controller);
         Ok(())
     }
 
     /// Applies a document as soon as one of the controllers is the leader.
-    fn apply(&self, testbed: &Testbed, document: &Path) -> anyhow::Result<()> {
-        let end = Instant::now() + *TIMEOUT;
+    fn apply_document(&self, testbed: &Testbed, document: &Path) -> anyhow::Result<()> {
+        let deadline = Instant::now() + *TIMEOUT;
         loop {
             match self.query_controller(testbed, &["apply", "--yes", &document.display().to_string()]) {
                 Ok(_) => return Ok(()),
-                Err(error) if Instant::now() > end => return Err(error),
+                Err(error) if Instant::now() > deadline => return Err(error),
                 Err(_) => std::thread::sleep(Duration::from_millis(50)),
             }
         }
@@ -210,7 +212,7 @@ impl Fleet {
     /// Runs `coreward ARGUMENTS` against the leading controller and returns its output.
     fn query_controller(&self, testbed: &Testbed, arguments: &[&str]) -> anyhow::Result<Vec<u8>> {
         let command = operator_command_for(testbed, self.controllers.keys().copied(), arguments)?;
-        Ok(testbed.run(testbed.controller(), command)?.stdout)
+        Ok(testbed.run_command(testbed.controller(), command)?.stdout)
     }
 
     fn start_daemon(
@@ -220,17 +222,17 @@ impl Fleet {
         daemon: &str,
         name: &str,
     ) -> anyhow::Result<Process> {
-        let command = self.commands.get(name).map_or_else(coreward_command, |command| Ok(command.clone()))?;
+        let command = self.replaced_commands.get(name).map_or_else(coreward_command, |command| Ok(command.clone()))?;
         start_daemon(testbed, namespace, daemon, name, &self.options, &command)
     }
 
     /// Returns the names of all daemons: controllers, rack controllers, load balancers, agents.
-    pub fn daemons(&self) -> Vec<String> {
-        let load_balancers = self.load_balancers.keys().map(|number| load_balancer_name(*number));
-        let agents = self.agents.keys().map(|number| agent_name(*number));
-        let controllers = self.controllers.keys().map(|number| controller_name(*number));
-        let racks = self.racks.keys().map(|number| rack_name(*number));
-        controllers.chain(racks).chain(load_balancers).chain(agents).collect()
+    pub fn daemon_names(&self) -> Vec<String> {
+        let load_balancer_names = self.load_balancers.keys().map(|number| load_balancer_name(*number));
+        let agent_names = self.agents.keys().map(|number| agent_name(*number));
+        let controller_names = self.controllers.keys().map(|number| controller_name(*number));
+        let rack_controller_names = self.rack_controllers.keys().map(|number| rack_controller_name(*number));
+        controller_names.chain(rack_controller_names).chain(load_balancer_names).chain(agent_names).collect()
     }
 
     pub fn options(&self) -> &FleetOptions {
@@ -241,7 +243,7 @@ impl Fleet {
     /// written or the controller has ended.
     pub fn set_options(&mut self, testbed: &Testbed, options: FleetOptions) -> anyhow::Result<()> {
         self.options = options;
-        self.set_pool(testbed, self.pool.clone())
+        self.set_pool(testbed, self.server_pool.clone())
     }
 
     /// Replaces [`FleetOptions::fleet_text`] in the fleet's file and lets the controller reload it. Fails when the file
@@ -251,33 +253,33 @@ impl Fleet {
     }
 
     /// Returns the servers in the controller's file, with their administrative state.
-    pub fn pool(&self) -> &BTreeMap<u16, AdminState> {
-        &self.pool
+    pub fn server_pool(&self) -> &BTreeMap<u16, AdminState> {
+        &self.server_pool
     }
 
     /// Returns the process of a daemon by name. Fails when the daemon does not exist.
     pub fn daemon(&mut self, name: &str) -> anyhow::Result<&mut Process> {
-        let daemon = match DaemonName::parse(name)? {
+        let daemon_slot = match DaemonName::parse(name)? {
             DaemonName::Controller(number) => self.controllers.get_mut(&number),
-            DaemonName::Rack(number) => self.racks.get_mut(&number),
+            DaemonName::RackController(number) => self.rack_controllers.get_mut(&number),
             DaemonName::LoadBalancer(number) => self.load_balancers.get_mut(&number),
             DaemonName::Agent(number) => self.agents.get_mut(&number),
         };
-        daemon.with_context(|| format!("there is no daemon {name}"))
+        daemon_slot.with_context(|| format!("there is no daemon {name}"))
     }
 
     /// Kills a daemon by SIGKILL. Fails when the daemon does not exist.
     pub fn kill(&mut self, name: &str) -> anyhow::Result<()> {
         let daemon = self.daemon(name)?;
-        daemon.signal(Signal::SIGKILL)?;
+        daemon.send_signal(Signal::SIGKILL)?;
         daemon.wait(*TIMEOUT).map(drop)
     }
 
     /// Restarts a killed daemon. Fails when the daemon does not exist or cannot be started.
-    pub fn restart(&mut self, testbed: &Testbed, name: &str) -> anyhow::Result<()> {
+    pub fn restart_daemon(&mut self, testbed: &Testbed, name: &str) -> anyhow::Result<()> {
         match DaemonName::parse(name)? {
             DaemonName::Controller(number) => self.start_controller(testbed, number),
-            DaemonName::Rack(number) => self.start_rack(testbed, number),
+            DaemonName::RackController(number) => self.start_rack_controller(testbed, number),
             DaemonName::LoadBalancer(number) => self.start_load_balancer(testbed, number),
             DaemonName::Agent(number) => self.start_agent(testbed, number),
         }
@@ -292,13 +294,13 @@ impl Fleet {
     /// servers that take new connections. Fails after [`TIMEOUT`]; the error contains the last lines of the daemons'
     /// logs.
     pub fn wait_until_ready(&self, testbed: &Testbed) -> anyhow::Result<()> {
-        self.wait_until(testbed, || self.check_ready(testbed))
+        self.wait_until_ok(testbed, || self.check_ready(testbed))
     }
 
-    fn wait_until(&self, testbed: &Testbed, check: impl Fn() -> anyhow::Result<()>) -> anyhow::Result<()> {
-        let end = Instant::now() + *TIMEOUT;
+    fn wait_until_ok(&self, testbed: &Testbed, check: impl Fn() -> anyhow::Result<()>) -> anyhow::Result<()> {
+        let deadline = Instant::now() + *TIMEOUT;
         while let Err(missing) = check() {
-            ensure!(Instant::now() < end, "the fleet is not ready: {missing:#}\n{}", read_log_tails(testbed));
+            ensure!(Instant::now() < deadline, "the fleet is not ready: {missing:#}\n{}", read_log_tails(testbed));
             std::thread::sleep(Duration::from_millis(50));
         }
         Ok(())

@@ -7,25 +7,25 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 
 use crate::addresses::SERVICE_ADDRESS;
-use crate::nginx::WORKER_PATH;
+use crate::nginx::WORKER_IDENTITY_PATH;
 
 /// Timeout for opening a connection, and for a response.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RespondingWorker {
+pub struct WorkerIdentity {
     pub server: u16,
     /// Process id of the worker that answered.
-    pub worker: u32,
+    pub worker_pid: u32,
 }
 
 /// HTTP connection to the service, with keep-alive.
 #[derive(Debug)]
-pub struct Connection {
+pub struct HttpConnection {
     stream: BufReader<TcpStream>,
 }
 
-impl Connection {
+impl HttpConnection {
     /// Opens a connection to the service, from `source` if given; call it inside the client's namespace. Fails when the
     /// connection is not accepted in time.
     pub fn open(source: Option<SocketAddrV4>) -> anyhow::Result<Self> {
@@ -48,8 +48,8 @@ impl Connection {
     }
 
     /// Sends a request. Returns the worker that answers. Fails when the connection is broken or no response is in time.
-    pub fn query_worker(&mut self) -> anyhow::Result<RespondingWorker> {
-        self.request(WORKER_PATH)?;
+    pub fn query_worker(&mut self) -> anyhow::Result<WorkerIdentity> {
+        self.send_request(WORKER_IDENTITY_PATH)?;
         let (mut line, mut length) = (String::new(), 0);
         loop {
             line.clear();
@@ -63,10 +63,10 @@ impl Connection {
         }
         let mut body = vec![0; length];
         self.stream.read_exact(&mut body)?;
-        let body = String::from_utf8(body)?;
+        let body_text = String::from_utf8(body)?;
         let (server, worker) =
-            body.trim().split_once(' ').with_context(|| format!("not a server's answer: {body:?}"))?;
-        Ok(RespondingWorker { server: server.parse()?, worker: worker.parse()? })
+            body_text.trim().split_once(' ').with_context(|| format!("not a server's answer: {body_text:?}"))?;
+        Ok(WorkerIdentity { server: server.parse()?, worker_pid: worker.parse()? })
     }
 
     /// Returns whether the connection's packets have TCP timestamps (struct tcp_info, tcpi_options; TCPI_OPT_TIMESTAMPS
@@ -74,26 +74,32 @@ impl Connection {
     pub fn has_timestamps(&self) -> anyhow::Result<bool> {
         use std::os::fd::AsRawFd as _;
         const TCPI_OPT_TIMESTAMPS: u8 = 1;
-        let mut information = std::mem::MaybeUninit::<libc::tcp_info>::zeroed();
+        let mut connection_info = std::mem::MaybeUninit::<libc::tcp_info>::zeroed();
         let mut length = size_of::<libc::tcp_info>() as libc::socklen_t;
         let socket = self.stream.get_ref().as_raw_fd();
-        // SAFETY: the kernel writes at most `length` bytes, all of them into `information`.
+        // SAFETY: the kernel writes at most `length` bytes, all of them into `connection_info`.
         let result = unsafe {
-            libc::getsockopt(socket, libc::IPPROTO_TCP, libc::TCP_INFO, information.as_mut_ptr().cast(), &mut length)
+            libc::getsockopt(
+                socket,
+                libc::IPPROTO_TCP,
+                libc::TCP_INFO,
+                connection_info.as_mut_ptr().cast(),
+                &mut length,
+            )
         };
         ensure!(result == 0, "TCP_INFO: {}", std::io::Error::last_os_error());
         // SAFETY: zeroes are a valid tcp_info, and so is what the kernel wrote.
-        let information = unsafe { information.assume_init() };
-        Ok(information.tcpi_options & TCPI_OPT_TIMESTAMPS != 0)
+        let connection_info = unsafe { connection_info.assume_init() };
+        Ok(connection_info.tcpi_options & TCPI_OPT_TIMESTAMPS != 0)
     }
 
     /// Requests a file. The caller reads the response from the returned stream. Fails when the connection is broken.
-    pub fn get(mut self, path: &str) -> anyhow::Result<TcpStream> {
-        self.request(path)?;
+    pub fn request_file(mut self, path: &str) -> anyhow::Result<TcpStream> {
+        self.send_request(path)?;
         Ok(self.stream.into_inner())
     }
 
-    fn request(&mut self, path: &str) -> anyhow::Result<()> {
+    fn send_request(&mut self, path: &str) -> anyhow::Result<()> {
         // One write: small segments would wait for acknowledgements (RFC 896).
         let request = format!("GET {path} HTTP/1.1\r\nHost: coreward\r\n\r\n");
         Ok(self.stream.get_mut().write_all(request.as_bytes())?)

@@ -14,18 +14,18 @@ const RUN_DIRECTORY: &str = "/run/coreward-testbed";
 const BPF_FILESYSTEM: &str = "/sys/fs/bpf";
 const PIN_DIRECTORY: &str = "/sys/fs/bpf/coreward-testbed";
 /// Name of the file in the testbed's directory that the owner locks; the file contains the owner's process id.
-const OWNER_FILE: &str = "owner";
+const OWNER_FILE_NAME: &str = "owner";
 /// Maximum length of a name, which keeps namespace names readable and socket paths below their limit of 107 bytes.
-const NAME_MAX: usize = 40;
+const NAME_LENGTH_MAX: usize = 40;
 /// Environment variable with a prefix of all testbed names, so that two checkouts can run tests on one machine.
-const PREFIX_VARIABLE: &str = "COREWARD_TESTBED_PREFIX";
+const NAME_PREFIX_VARIABLE: &str = "COREWARD_TESTBED_PREFIX";
 
 /// Ownership of a testbed's name: a lock on its owner file, which the kernel releases when the process ends.
 #[derive(Debug)]
 pub(crate) struct Instance {
     /// Full name of the testbed, with the prefix.
     name: String,
-    _lock: File,
+    _owner_file_lock: File,
 }
 
 impl Instance {
@@ -34,16 +34,16 @@ impl Instance {
         if name.is_empty() {
             bail!("testbed instance \"\": expected a name");
         }
-        Self::lock_name(&prefixed(name))
+        Self::lock_name(&with_name_prefix(name))
     }
 
     fn lock_name(name: &str) -> anyhow::Result<Self> {
-        if name.len() > NAME_MAX || !name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit()) {
-            bail!("testbed instance {name:?}: expected 1 to {NAME_MAX} lower-case letters and digits");
+        if name.len() > NAME_LENGTH_MAX || !name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit()) {
+            bail!("testbed instance {name:?}: expected 1 to {NAME_LENGTH_MAX} lower-case letters and digits");
         }
-        let lock = lock_owner_file(name)?;
-        let instance = Self { name: name.to_owned(), _lock: lock };
-        fs::write(instance.directory().join(OWNER_FILE), format!("{}\n", std::process::id()))?;
+        let owner_file_lock = lock_owner_file(name)?;
+        let instance = Self { name: name.to_owned(), _owner_file_lock: owner_file_lock };
+        fs::write(instance.directory().join(OWNER_FILE_NAME), format!("{}\n", std::process::id()))?;
         instance.remove_remains()?;
         mount_bpf_filesystem()?;
         fs::create_dir_all(instance.pin_directory())
@@ -57,12 +57,12 @@ impl Instance {
 
     /// Returns the directory for configurations, logs and results of this testbed.
     pub(crate) fn directory(&self) -> PathBuf {
-        directory(&self.name)
+        directory_of(&self.name)
     }
 
     /// Returns the directory for pinned BPF objects of this testbed.
     pub(crate) fn pin_directory(&self) -> PathBuf {
-        pin_directory(&self.name)
+        pin_directory_of(&self.name)
     }
 
     pub(crate) fn namespace(&self, role: &str) -> Namespace {
@@ -71,22 +71,22 @@ impl Instance {
 
     /// Removes processes, then namespaces, then pins and files. Continues after a failure and returns the first one.
     fn remove_remains(&self) -> anyhow::Result<()> {
-        let mut outcome = Ok(());
-        for namespace in namespace::with_prefix(&namespace_prefix(&self.name)) {
-            outcome = outcome.and(namespace.remove());
+        let mut first_failure = Ok(());
+        for namespace in namespace::namespaces_with_prefix(&namespace_prefix(&self.name)) {
+            first_failure = first_failure.and(namespace.remove());
         }
-        outcome = outcome.and(ignore_not_found(fs::remove_dir_all(self.pin_directory())));
+        first_failure = first_failure.and(ok_if_not_found(fs::remove_dir_all(self.pin_directory())));
         for entry in fs::read_dir(self.directory()).into_iter().flatten().flatten() {
-            if entry.file_name() == OWNER_FILE {
+            if entry.file_name() == OWNER_FILE_NAME {
                 continue;
             }
             let path = entry.path();
             // Unmounts a file system that a killed testbed has mounted; fails for all other paths.
             let _ = nix::mount::umount2(&path, nix::mount::MntFlags::MNT_DETACH);
-            let removed = if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
-            outcome = outcome.and(ignore_not_found(removed));
+            let removal = if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
+            first_failure = first_failure.and(ok_if_not_found(removal));
         }
-        outcome
+        first_failure
     }
 }
 
@@ -101,7 +101,7 @@ impl Drop for Instance {
             );
         }
         // The parent directories stay: another testbed may be creating its directory in them.
-        let _ = fs::remove_file(self.directory().join(OWNER_FILE));
+        let _ = fs::remove_file(self.directory().join(OWNER_FILE_NAME));
         let _ = fs::remove_dir(self.directory());
     }
 }
@@ -109,34 +109,34 @@ impl Drop for Instance {
 /// Returns a testbed name that is unique to this process, so that two processes can run `command` at a time. Removes
 /// the remains of killed processes of the same command. Fails when something cannot be removed.
 pub fn unique_name(command: &str) -> anyhow::Result<String> {
-    let own = |name: &String| {
-        let pid = name.strip_prefix(&prefixed(command)).unwrap_or_default();
-        !pid.is_empty() && pid.bytes().all(|b| b.is_ascii_digit())
+    let has_pid_after_command = |name: &String| {
+        let pid_text = name.strip_prefix(&with_name_prefix(command)).unwrap_or_default();
+        !pid_text.is_empty() && pid_text.bytes().all(|b| b.is_ascii_digit())
     };
-    remove_unowned(all_names().filter(own))?;
+    remove_unowned_testbeds(all_testbed_names().filter(has_pid_after_command))?;
     Ok(format!("{command}{}", std::process::id()))
 }
 
 /// Removes the remains of killed testbeds with these names, or of all killed testbeds if there are no names. Testbeds
 /// in use are kept. Returns the removed names, with the prefix. Fails when something cannot be removed.
-pub fn clean(names: &[String]) -> anyhow::Result<Vec<String>> {
+pub fn clean_up(names: &[String]) -> anyhow::Result<Vec<String>> {
     if names.is_empty() {
-        return remove_unowned(all_names());
+        return remove_unowned_testbeds(all_testbed_names());
     }
-    let named: Vec<String> = names.iter().map(|name| prefixed(name)).collect();
-    remove_unowned(all_names().filter(|name| named.contains(name)))
+    let full_names: Vec<String> = names.iter().map(|name| with_name_prefix(name)).collect();
+    remove_unowned_testbeds(all_testbed_names().filter(|name| full_names.contains(name)))
 }
 
 /// Returns the paths of a testbed's directories and namespaces, whether it runs or was killed.
 pub fn find_remains(name: &str) -> Vec<PathBuf> {
-    let name = prefixed(name);
-    let directories = [directory(&name), pin_directory(&name)].into_iter().filter(|path| path.exists());
-    let namespaces = namespace::with_prefix(&namespace_prefix(&name));
+    let full_name = with_name_prefix(name);
+    let directories = [directory_of(&full_name), pin_directory_of(&full_name)].into_iter().filter(|path| path.exists());
+    let namespaces = namespace::namespaces_with_prefix(&namespace_prefix(&full_name));
     directories.chain(namespaces.iter().map(Namespace::path)).collect()
 }
 
-fn remove_unowned(names: impl Iterator<Item = String>) -> anyhow::Result<Vec<String>> {
-    let mut removed = Vec::new();
+fn remove_unowned_testbeds(names: impl Iterator<Item = String>) -> anyhow::Result<Vec<String>> {
+    let mut removed_names = Vec::new();
     for name in names {
         if running_owner_pid(&name).is_some() {
             continue;
@@ -147,27 +147,29 @@ fn remove_unowned(names: impl Iterator<Item = String>) -> anyhow::Result<Vec<Str
             Err(_) if running_owner_pid(&name).is_some() => continue,
             Err(error) => return Err(error),
         }
-        removed.push(name);
+        removed_names.push(name);
     }
-    Ok(removed)
+    Ok(removed_names)
 }
 
 /// Returns the full names of all testbeds whose names start with the prefix, running or killed.
-fn all_names() -> impl Iterator<Item = String> {
-    let entries = fs::read_dir(RUN_DIRECTORY).into_iter().flatten().flatten();
-    let prefix = prefixed("");
-    entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(move |name| name.starts_with(&prefix))
+fn all_testbed_names() -> impl Iterator<Item = String> {
+    let directory_entries = fs::read_dir(RUN_DIRECTORY).into_iter().flatten().flatten();
+    let name_prefix = with_name_prefix("");
+    directory_entries
+        .filter_map(|entry| entry.file_name().into_string().ok())
+        .filter(move |name| name.starts_with(&name_prefix))
 }
 
-fn prefixed(name: &str) -> String {
-    std::env::var(PREFIX_VARIABLE).unwrap_or_default() + name
+fn with_name_prefix(name: &str) -> String {
+    std::env::var(NAME_PREFIX_VARIABLE).unwrap_or_default() + name
 }
 
-fn directory(name: &str) -> PathBuf {
+fn directory_of(name: &str) -> PathBuf {
     Path::new(RUN_DIRECTORY).join(name)
 }
 
-fn pin_directory(name: &str) -> PathBuf {
+fn pin_directory_of(name: &str) -> PathBuf {
     Path::new(PIN_DIRECTORY).join(name)
 }
 
@@ -179,45 +181,46 @@ fn namespace_prefix(name: &str) -> String {
 /// Returns the process id of the owner of testbed `name`; `None`: it has no running owner. Does not lock the file, so
 /// that another process can acquire the name.
 fn running_owner_pid(name: &str) -> Option<String> {
-    let path = directory(name).join(OWNER_FILE);
-    let file = File::open(&path).ok()?;
-    let mut lock = exclusive_lock();
-    let asked = fcntl(&file, FcntlArg::F_OFD_GETLK(&mut lock));
+    let owner_file_path = directory_of(name).join(OWNER_FILE_NAME);
+    let owner_file = File::open(&owner_file_path).ok()?;
+    let mut lock = exclusive_file_lock();
+    let query_result = fcntl(&owner_file, FcntlArg::F_OFD_GETLK(&mut lock));
     // A file without a process id belongs to an owner that is about to lock it.
-    let locked = asked.is_err() || lock.l_type != libc::F_UNLCK as libc::c_short;
-    (locked || owner_pid(name).is_none()).then(|| owner_pid(name).unwrap_or_else(|| "unknown".to_owned()))
+    let is_locked = query_result.is_err() || lock.l_type != libc::F_UNLCK as libc::c_short;
+    (is_locked || read_owner_pid(name).is_none()).then(|| read_owner_pid(name).unwrap_or_else(|| "unknown".to_owned()))
 }
 
-fn owner_pid(name: &str) -> Option<String> {
-    let pid = fs::read_to_string(directory(name).join(OWNER_FILE)).ok()?;
+fn read_owner_pid(name: &str) -> Option<String> {
+    let pid = fs::read_to_string(directory_of(name).join(OWNER_FILE_NAME)).ok()?;
     (!pid.is_empty()).then(|| pid.trim().to_owned())
 }
 
 fn lock_owner_file(name: &str) -> anyhow::Result<File> {
-    let directory = directory(name);
-    let path = directory.join(OWNER_FILE);
+    let directory = directory_of(name);
+    let owner_file_path = directory.join(OWNER_FILE_NAME);
     loop {
         fs::create_dir_all(&directory).with_context(|| format!("cannot create {}", directory.display()))?;
-        let file = match File::options().read(true).write(true).create(true).truncate(false).open(&path) {
-            Ok(file) => file,
-            // The former owner has just removed the directory.
-            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-            Err(error) => return Err(error).with_context(|| format!("cannot open {}", path.display())),
-        };
-        if fcntl(&file, FcntlArg::F_OFD_SETLK(&exclusive_lock())).is_err() {
-            let pid = owner_pid(name).unwrap_or_else(|| "unknown".to_owned());
-            bail!("testbed {name} is in use by process {pid}");
+        let owner_file =
+            match File::options().read(true).write(true).create(true).truncate(false).open(&owner_file_path) {
+                Ok(file) => file,
+                // The former owner has just removed the directory.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                Err(error) => return Err(error).with_context(|| format!("cannot open {}", owner_file_path.display())),
+            };
+        if fcntl(&owner_file, FcntlArg::F_OFD_SETLK(&exclusive_file_lock())).is_err() {
+            let owner_pid = read_owner_pid(name).unwrap_or_else(|| "unknown".to_owned());
+            bail!("testbed {name} is in use by process {owner_pid}");
         }
         // The former owner may have removed the file after it was opened here and before it was locked.
-        let same = |there: fs::Metadata| file.metadata().is_ok_and(|here| here.ino() == there.ino());
-        if fs::metadata(&path).is_ok_and(same) {
-            return Ok(file);
+        let is_same_file = |there: fs::Metadata| owner_file.metadata().is_ok_and(|here| here.ino() == there.ino());
+        if fs::metadata(&owner_file_path).is_ok_and(is_same_file) {
+            return Ok(owner_file);
         }
     }
 }
 
 /// Returns an exclusive lock that belongs to the open file, so that even one process cannot acquire a name twice.
-fn exclusive_lock() -> libc::flock {
+fn exclusive_file_lock() -> libc::flock {
     libc::flock {
         l_type: libc::F_WRLCK as libc::c_short,
         l_whence: libc::SEEK_SET as libc::c_short,
@@ -227,7 +230,7 @@ fn exclusive_lock() -> libc::flock {
     }
 }
 
-fn ignore_not_found(outcome: io::Result<()>) -> anyhow::Result<()> {
+fn ok_if_not_found(outcome: io::Result<()>) -> anyhow::Result<()> {
     match outcome {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error.into()),
         _ => Ok(()),
@@ -236,8 +239,8 @@ fn ignore_not_found(outcome: io::Result<()>) -> anyhow::Result<()> {
 
 /// Mounts bpffs, as Debian does at boot; in containers and rescue systems it may be missing.
 fn mount_bpf_filesystem() -> anyhow::Result<()> {
-    let kind = nix::sys::statfs::statfs(BPF_FILESYSTEM).map(|status| status.filesystem_type());
-    if kind == Ok(nix::sys::statfs::BPF_FS_MAGIC) {
+    let filesystem_type = nix::sys::statfs::statfs(BPF_FILESYSTEM).map(|status| status.filesystem_type());
+    if filesystem_type == Ok(nix::sys::statfs::BPF_FS_MAGIC) {
         return Ok(());
     }
     nix::mount::mount(Some("bpf"), BPF_FILESYSTEM, Some("bpf"), nix::mount::MsFlags::empty(), None::<&str>)
@@ -250,7 +253,7 @@ mod tests {
     use crate::{missing_testbed_rights, skip_if};
 
     #[test]
-    fn invalid_names_are_rejected() {
+    fn invalid_testbed_names_are_rejected() {
         for name in ["a-b", "UPPER", &"a".repeat(41), "a/b"] {
             let error = Instance::acquire(name).unwrap_err().to_string();
             assert!(error.contains("expected 1 to 40 lower-case letters and digits"), "{error}");
@@ -259,25 +262,25 @@ mod tests {
     }
 
     #[test]
-    fn owner_query_takes_no_entry() {
+    fn owner_query_does_not_create_a_directory() {
         skip_if!(missing_testbed_rights());
-        let short = unique_name("tinstance").unwrap();
-        let name = prefixed(&short);
-        assert_eq!(running_owner_pid(&name), None);
-        let instance = Instance::acquire(&short).unwrap();
-        assert_eq!(running_owner_pid(&name), Some(std::process::id().to_string()));
-        assert!(Instance::acquire(&short).unwrap_err().to_string().contains("is in use by process"));
-        assert_eq!(clean(std::slice::from_ref(&short)).unwrap(), Vec::<String>::new());
-        assert!(!find_remains(&short).is_empty());
+        let short_name = unique_name("tinstance").unwrap();
+        let full_name = with_name_prefix(&short_name);
+        assert_eq!(running_owner_pid(&full_name), None);
+        let instance = Instance::acquire(&short_name).unwrap();
+        assert_eq!(running_owner_pid(&full_name), Some(std::process::id().to_string()));
+        assert!(Instance::acquire(&short_name).unwrap_err().to_string().contains("is in use by process"));
+        assert_eq!(clean_up(std::slice::from_ref(&short_name)).unwrap(), Vec::<String>::new());
+        assert!(!find_remains(&short_name).is_empty());
         drop(instance);
-        assert_eq!(find_remains(&short), Vec::<PathBuf>::new());
+        assert_eq!(find_remains(&short_name), Vec::<PathBuf>::new());
 
         // Remains of a killed testbed.
-        fs::create_dir_all(directory(&name)).unwrap();
-        fs::write(directory(&name).join(OWNER_FILE), "1\n").unwrap();
-        fs::write(directory(&name).join("log"), "").unwrap();
-        assert_eq!(running_owner_pid(&name), None);
-        assert_eq!(clean(std::slice::from_ref(&short)).unwrap(), [name]);
-        assert_eq!(find_remains(&short), Vec::<PathBuf>::new());
+        fs::create_dir_all(directory_of(&full_name)).unwrap();
+        fs::write(directory_of(&full_name).join(OWNER_FILE_NAME), "1\n").unwrap();
+        fs::write(directory_of(&full_name).join("log"), "").unwrap();
+        assert_eq!(running_owner_pid(&full_name), None);
+        assert_eq!(clean_up(std::slice::from_ref(&short_name)).unwrap(), [full_name]);
+        assert_eq!(find_remains(&short_name), Vec::<PathBuf>::new());
     }
 }

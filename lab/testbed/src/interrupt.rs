@@ -8,7 +8,7 @@ use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction
 
 use coreward_load::event_loop::now_ns;
 
-static INTERRUPTED: AtomicBool = AtomicBool::new(false);
+static IS_INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
 extern "C" fn record_signal(_signal: i32) {
     request();
@@ -16,11 +16,11 @@ extern "C" fn record_signal(_signal: i32) {
 
 /// Requests an interruption, as SIGINT does.
 pub fn request() {
-    INTERRUPTED.store(true, Ordering::Relaxed);
+    IS_INTERRUPTED.store(true, Ordering::Relaxed);
 }
 
 /// Installs handlers of SIGINT and SIGTERM, after which [`ensure_not_interrupted`] fails.
-pub fn catch() -> anyhow::Result<()> {
+pub fn catch_signals() -> anyhow::Result<()> {
     for signal in [Signal::SIGINT, Signal::SIGTERM] {
         set_handler(signal, SigHandler::Handler(record_signal))?;
     }
@@ -28,7 +28,7 @@ pub fn catch() -> anyhow::Result<()> {
 }
 
 /// For a child of a process that catches signals: ignores SIGINT, which the parent handles; SIGTERM ends the child.
-pub fn leave_to_parent() -> anyhow::Result<()> {
+pub fn reset_signals_in_child() -> anyhow::Result<()> {
     set_handler(Signal::SIGINT, SigHandler::SigIgn)?;
     set_handler(Signal::SIGTERM, SigHandler::SigDfl)
 }
@@ -42,7 +42,7 @@ fn set_handler(signal: Signal, handler: SigHandler) -> anyhow::Result<()> {
 
 /// Fails if SIGINT or SIGTERM has arrived, or an interruption was requested.
 pub fn ensure_not_interrupted() -> anyhow::Result<()> {
-    if INTERRUPTED.load(Ordering::Relaxed) {
+    if IS_INTERRUPTED.load(Ordering::Relaxed) {
         bail!("interrupted");
     }
     Ok(())
@@ -52,11 +52,11 @@ pub fn ensure_not_interrupted() -> anyhow::Result<()> {
 pub fn sleep_until(moment_ns: u64) -> anyhow::Result<()> {
     loop {
         ensure_not_interrupted()?;
-        let left = Duration::from_nanos(moment_ns.saturating_sub(now_ns()));
-        if left.is_zero() {
+        let remaining_time = Duration::from_nanos(moment_ns.saturating_sub(now_ns()));
+        if remaining_time.is_zero() {
             return Ok(());
         }
         // Short sleeps: a signal between check and sleep would otherwise not be noticed for long.
-        std::thread::sleep(left.min(Duration::from_millis(200)));
+        std::thread::sleep(remaining_time.min(Duration::from_millis(200)));
     }
 }

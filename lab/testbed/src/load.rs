@@ -12,18 +12,18 @@ use std::os::fd::AsFd as _;
 use std::path::PathBuf;
 
 use anyhow::{Context as _, ensure};
-use coreward_model::arrivals::{Arrival, ArrivalLog};
+use coreward_model::arrivals::{ArrivalLog, ConnectionArrival};
 use hdrhistogram::Histogram;
 use serde::{Deserialize, Serialize};
 use socket2::{Domain, Socket, Type};
 use zerocopy::IntoBytes as _;
 
-use crate::connection_errors::{BrokenConnections, ConnectionFailure, LOSS_TIMEOUT_NS};
-use coreward_load::event_loop::{Epoll, Event, now_ns};
-use coreward_load::paced::{MESSAGE_BYTES, MessageBuffer, Request, Response};
+use crate::connection_errors::{BrokenConnections, ConnectionFailure, DATA_TIMEOUT_NS};
+use coreward_load::event_loop::{Epoll, ReadyEvent, now_ns};
+use coreward_load::paced::{MESSAGE_BYTES, MessageBuffer, PacedRequest, PacedResponse};
 
 /// Interval between searches for timed-out connections (ns).
-const SWEEP_INTERVAL_NS: u64 = 500_000_000;
+const TIMEOUT_CHECK_INTERVAL_NS: u64 = 500_000_000;
 /// Time from the start to time 0 of the arrival log, when no start time is given (ns).
 const START_DELAY_NS: u64 = 50_000_000;
 
@@ -98,13 +98,13 @@ pub struct CoreConnections {
 pub fn run(args: &LoadArgs) -> anyhow::Result<()> {
     let text = std::fs::read_to_string(&args.log);
     let text = text.with_context(|| format!("cannot read the arrival log {}", args.log.display()))?;
-    let log: ArrivalLog = text.parse().with_context(|| args.log.display().to_string())?;
-    let report = replay(&log, args)?;
+    let arrival_log: ArrivalLog = text.parse().with_context(|| args.log.display().to_string())?;
+    let report = replay_log(&arrival_log, args)?;
     println!("{}", serde_json::to_string(&report)?);
     Ok(())
 }
 
-fn replay(log: &ArrivalLog, args: &LoadArgs) -> anyhow::Result<LoadReport> {
+fn replay_log(log: &ArrivalLog, args: &LoadArgs) -> anyhow::Result<LoadReport> {
     ensure!(
         args.vip.is_ipv4() == args.first_address.is_ipv4(),
         "--vip {} and --first-address {}: expected addresses of one family",
@@ -112,23 +112,23 @@ fn replay(log: &ArrivalLog, args: &LoadArgs) -> anyhow::Result<LoadReport> {
         args.first_address
     );
     let start_ns = args.start_at.unwrap_or_else(|| now_ns() + START_DELAY_NS);
-    let mut client = Client {
-        log,
+    let mut load_client = LoadClient {
+        arrival_log: log,
         vip: args.vip,
         first_address: args.first_address,
         start_ns,
         epoll: Epoll::new()?,
         connections: HashMap::new(),
-        due_requests: BinaryHeap::new(),
-        next_arrival: 0,
-        next_sweep_ns: start_ns + SWEEP_INTERVAL_NS,
+        next_requests: BinaryHeap::new(),
+        next_arrival_index: 0,
+        next_timeout_check_ns: start_ns + TIMEOUT_CHECK_INTERVAL_NS,
         report: LoadReport::default(),
-        latency: new_histogram()?,
-        lateness: new_histogram()?,
+        latency_histogram: new_histogram()?,
+        lateness_histogram: new_histogram()?,
         connections_by_core: HashMap::new(),
     };
-    while client.process_due_events()? {}
-    Ok(client.into_report())
+    while load_client.process_due_events()? {}
+    Ok(load_client.into_report())
 }
 
 /// Returns the address that follows `first` by `index` addresses.
@@ -145,150 +145,157 @@ pub(crate) fn new_histogram() -> anyhow::Result<Histogram<u64>> {
 }
 
 #[derive(Debug)]
-struct Connection {
+struct LoadConnection {
     stream: TcpStream,
     is_connected: bool,
-    messages: MessageBuffer,
-    /// Number of requests that were due, with those that were sent and answered (`answered` <= `sent` <= `due`).
-    due: u32,
-    sent: u32,
-    answered: u32,
+    message_buffer: MessageBuffer,
+    /// Number of requests that were due, with those that were sent and answered (`answered` <= `sent_count` <=
+    /// `due_count`).
+    due_count: u32,
+    sent_count: u32,
+    answered_count: u32,
     /// Server and core of the first response, from which all others must come.
     serving_core: Option<(u8, u8)>,
 }
 
-struct Client<'a> {
-    log: &'a ArrivalLog,
+struct LoadClient<'a> {
+    arrival_log: &'a ArrivalLog,
     vip: SocketAddr,
     first_address: IpAddr,
     start_ns: u64,
     epoll: Epoll,
     /// Open connections, by their index in the arrival log.
-    connections: HashMap<usize, Connection>,
+    connections: HashMap<usize, LoadConnection>,
     /// Time of the next request of each open connection, as (due time, connection), earliest first.
-    due_requests: BinaryHeap<Reverse<(u64, usize)>>,
-    next_arrival: usize,
-    next_sweep_ns: u64,
+    next_requests: BinaryHeap<Reverse<(u64, usize)>>,
+    next_arrival_index: usize,
+    next_timeout_check_ns: u64,
     report: LoadReport,
-    latency: Histogram<u64>,
-    lateness: Histogram<u64>,
+    latency_histogram: Histogram<u64>,
+    lateness_histogram: Histogram<u64>,
     connections_by_core: HashMap<(u8, u8), u64>,
 }
 
-impl Client<'_> {
-    fn arrival(&self, index: usize) -> &Arrival {
-        &self.log.arrivals[index]
+impl LoadClient<'_> {
+    fn arrival(&self, index: usize) -> &ConnectionArrival {
+        &self.arrival_log.arrivals[index]
     }
 
-    fn due_ns(&self, index: usize, request: u32) -> u64 {
-        self.start_ns + self.arrival(index).due_us(request) * 1_000
+    fn request_due_ns(&self, index: usize, request: u32) -> u64 {
+        self.start_ns + self.arrival(index).request_due_us(request) * 1_000
     }
 
     /// Waits for the next event and processes all events that are due. Returns false when the replay is finished.
     fn process_due_events(&mut self) -> anyhow::Result<bool> {
-        let next_arrival_ns = (self.next_arrival < self.log.arrivals.len()).then(|| self.due_ns(self.next_arrival, 0));
+        let next_arrival_ns = (self.next_arrival_index < self.arrival_log.arrivals.len())
+            .then(|| self.request_due_ns(self.next_arrival_index, 0));
         if next_arrival_ns.is_none() && self.connections.is_empty() {
             return Ok(false);
         }
-        let next_request_ns = self.due_requests.peek().map(|Reverse((due_ns, _))| *due_ns);
-        let wake_ns = [next_arrival_ns, next_request_ns].into_iter().flatten().fold(self.next_sweep_ns, u64::min);
-        let events: Vec<Event> = self.epoll.wait(Some(wake_ns))?.collect();
+        let next_request_ns = self.next_requests.peek().map(|Reverse((due_ns, _))| *due_ns);
+        let wake_ns =
+            [next_arrival_ns, next_request_ns].into_iter().flatten().fold(self.next_timeout_check_ns, u64::min);
+        let events: Vec<ReadyEvent> = self.epoll.wait(Some(wake_ns))?.collect();
         for event in events {
-            let index = event.token as usize;
-            if let Err(failure) = self.handle_event(index, event) {
-                self.fail(index, failure);
+            let connection_index = event.token as usize;
+            if let Err(failure) = self.handle_socket_event(connection_index, event) {
+                self.count_broken_connection(connection_index, failure);
             }
         }
         let now_ns = now_ns();
-        while self.next_arrival < self.log.arrivals.len() && self.due_ns(self.next_arrival, 0) <= now_ns {
-            self.open(self.next_arrival)?;
-            self.next_arrival += 1;
+        while self.next_arrival_index < self.arrival_log.arrivals.len()
+            && self.request_due_ns(self.next_arrival_index, 0) <= now_ns
+        {
+            self.open_connection(self.next_arrival_index)?;
+            self.next_arrival_index += 1;
         }
         while let Some(Reverse((due_ns, index))) =
-            self.due_requests.peek().copied().filter(|Reverse((at, _))| *at <= now_ns)
+            self.next_requests.peek().copied().filter(|Reverse((at, _))| *at <= now_ns)
         {
-            self.due_requests.pop();
+            self.next_requests.pop();
             self.handle_due_request(index, due_ns);
         }
-        if now_ns >= self.next_sweep_ns {
-            self.next_sweep_ns = now_ns + SWEEP_INTERVAL_NS;
+        if now_ns >= self.next_timeout_check_ns {
+            self.next_timeout_check_ns = now_ns + TIMEOUT_CHECK_INTERVAL_NS;
             self.fail_timed_out_connections(now_ns);
         }
         Ok(true)
     }
 
     /// Opens the connection of an arrival, from its source address and port in the log.
-    fn open(&mut self, index: usize) -> anyhow::Result<()> {
+    fn open_connection(&mut self, index: usize) -> anyhow::Result<()> {
         let arrival = *self.arrival(index);
-        let source =
+        let source_address =
             SocketAddr::new(nth_address(self.first_address, arrival.source_address_index), arrival.source_port);
-        let socket = Socket::new(Domain::for_address(source), Type::STREAM, None)?;
+        let socket = Socket::new(Domain::for_address(source_address), Type::STREAM, None)?;
         // Another connection from the port may be in TIME-WAIT.
         socket.set_reuse_address(true)?;
         socket.set_nonblocking(true)?;
         socket.set_tcp_nodelay(true)?;
-        socket.bind(&source.into()).with_context(|| format!("cannot bind the source {source}"))?;
+        socket.bind(&source_address.into()).with_context(|| format!("cannot bind the source {source_address}"))?;
         self.report.opened += 1;
-        let outcome = socket.connect(&self.vip.into());
+        let connect_result = socket.connect(&self.vip.into());
         let stream = TcpStream::from(socket);
-        let connection = Connection {
+        let connection = LoadConnection {
             stream,
             is_connected: false,
-            messages: MessageBuffer::default(),
-            due: 0,
-            sent: 0,
-            answered: 0,
+            message_buffer: MessageBuffer::default(),
+            due_count: 0,
+            sent_count: 0,
+            answered_count: 0,
             serving_core: None,
         };
         self.connections.insert(index, connection);
-        match outcome {
+        match connect_result {
             Err(error) if error.raw_os_error() == Some(libc::EADDRNOTAVAIL) => {
-                return Err(error).with_context(|| format!("{source} was used for {} a moment ago", self.vip));
+                return Err(error).with_context(|| format!("{source_address} was used for {} a moment ago", self.vip));
             }
-            Err(error) if error.raw_os_error() != Some(libc::EINPROGRESS) => self.fail(index, error.into()),
+            Err(error) if error.raw_os_error() != Some(libc::EINPROGRESS) => {
+                self.count_broken_connection(index, error.into())
+            }
             _ => {
                 let stream = &self.connections[&index].stream;
                 // Edge-triggered: one event when connected, then one per arrival of data.
                 let flags = libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLRDHUP | libc::EPOLLET;
                 self.epoll.add(stream.as_fd(), index as u64, flags)?;
-                self.due_requests.push(Reverse((self.due_ns(index, 0), index)));
+                self.next_requests.push(Reverse((self.request_due_ns(index, 0), index)));
             }
         }
         Ok(())
     }
 
     fn handle_due_request(&mut self, index: usize, due_ns: u64) {
-        let requests = self.arrival(index).request_count;
+        let request_count = self.arrival(index).request_count;
         let Some(connection) = self.connections.get_mut(&index) else { return };
-        connection.due += 1;
-        if connection.due < requests {
-            let next_ns = self.due_ns(index, self.connections[&index].due);
-            self.due_requests.push(Reverse((next_ns, index)));
+        connection.due_count += 1;
+        if connection.due_count < request_count {
+            let next_request_ns = self.request_due_ns(index, self.connections[&index].due_count);
+            self.next_requests.push(Reverse((next_request_ns, index)));
         }
         if self.connections[&index].is_connected {
-            let late_us = now_ns().saturating_sub(due_ns) / 1_000;
-            self.lateness.saturating_record(late_us);
-            if let Err(failure) = self.send_due(index) {
-                self.fail(index, failure);
+            let lateness_us = now_ns().saturating_sub(due_ns) / 1_000;
+            self.lateness_histogram.saturating_record(lateness_us);
+            if let Err(failure) = self.send_due_requests(index) {
+                self.count_broken_connection(index, failure);
             }
         }
     }
 
-    fn send_due(&mut self, index: usize) -> Result<(), ConnectionFailure> {
+    fn send_due_requests(&mut self, index: usize) -> Result<(), ConnectionFailure> {
         let service_us = self.arrival(index).service_us.into();
         let Some(connection) = self.connections.get_mut(&index) else { return Ok(()) };
-        while connection.sent < connection.due {
-            let request = Request { service_us, id: connection.sent.into() };
+        while connection.sent_count < connection.due_count {
+            let request = PacedRequest { service_us, id: connection.sent_count.into() };
             // A few unanswered requests of 8 bytes always fit the send buffer: a short write is a failure.
             if connection.stream.write(request.as_bytes())? != MESSAGE_BYTES {
                 return Err(io::Error::from(io::ErrorKind::WriteZero).into());
             }
-            connection.sent += 1;
+            connection.sent_count += 1;
         }
         Ok(())
     }
 
-    fn handle_event(&mut self, index: usize, event: Event) -> Result<(), ConnectionFailure> {
+    fn handle_socket_event(&mut self, index: usize, event: ReadyEvent) -> Result<(), ConnectionFailure> {
         let Some(connection) = self.connections.get_mut(&index) else { return Ok(()) };
         if event.has_flags(libc::EPOLLERR)
             && let Some(error) = connection.stream.take_error()?
@@ -297,80 +304,88 @@ impl Client<'_> {
         }
         if !connection.is_connected && event.has_flags(libc::EPOLLOUT) {
             connection.is_connected = true;
-            self.send_due(index)?;
+            self.send_due_requests(index)?;
         }
-        if event.has_flags(libc::EPOLLIN) { self.receive(index, event.has_flags(libc::EPOLLRDHUP)) } else { Ok(()) }
+        if event.has_flags(libc::EPOLLIN) {
+            self.receive_responses(index, event.has_flags(libc::EPOLLRDHUP))
+        } else {
+            Ok(())
+        }
     }
 
     /// Reads all available responses. A short read means that the socket is empty (epoll(7), question 9), unless the
     /// end of the stream follows the data.
-    fn receive(&mut self, index: usize, ended: bool) -> Result<(), ConnectionFailure> {
+    fn receive_responses(&mut self, index: usize, ended: bool) -> Result<(), ConnectionFailure> {
         let now_ns = now_ns();
-        let (start_ns, arrival) = (self.start_ns, self.log.arrivals[index]);
+        let (start_ns, arrival) = (self.start_ns, self.arrival_log.arrivals[index]);
         let Some(connection) = self.connections.get_mut(&index) else { return Ok(()) };
         let mut buffer = [0; 1024];
-        let mut more = true;
-        while more && connection.answered < arrival.request_count {
+        let mut may_have_more = true;
+        while may_have_more && connection.answered_count < arrival.request_count {
             let length = match connection.stream.read(&mut buffer) {
                 Ok(0) => return Err(ConnectionFailure::ClosedEarly),
                 Ok(length) => length,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                 Err(error) => return Err(error.into()),
             };
-            more = ended || length == buffer.len();
-            let mut right = true;
-            connection.messages.for_each_message(&buffer[..length], |response: Response| {
-                let placed = *connection.serving_core.get_or_insert((response.server, response.core));
-                right &= response.id.get() == connection.answered
-                    && connection.answered < connection.sent
-                    && placed == (response.server, response.core);
-                let due_ns = start_ns + arrival.due_us(connection.answered) * 1_000;
-                self.latency.saturating_record(now_ns.saturating_sub(due_ns) / 1_000);
-                connection.answered += 1;
+            may_have_more = ended || length == buffer.len();
+            let mut is_right_answer = true;
+            connection.message_buffer.for_each_message(&buffer[..length], |response: PacedResponse| {
+                let serving_core = *connection.serving_core.get_or_insert((response.server, response.core_number));
+                is_right_answer &= response.id.get() == connection.answered_count
+                    && connection.answered_count < connection.sent_count
+                    && serving_core == (response.server, response.core_number);
+                let due_ns = start_ns + arrival.request_due_us(connection.answered_count) * 1_000;
+                self.latency_histogram.saturating_record(now_ns.saturating_sub(due_ns) / 1_000);
+                connection.answered_count += 1;
             });
-            if !right {
+            if !is_right_answer {
                 return Err(ConnectionFailure::WrongAnswer);
             }
         }
-        if connection.answered == arrival.request_count {
-            let done = self.connections.remove(&index).expect("just used");
+        if connection.answered_count == arrival.request_count {
+            let completed_connection = self.connections.remove(&index).expect("just used");
             self.report.completed += 1;
-            self.finish(&done);
+            self.count_finished_connection(&completed_connection);
         }
         Ok(())
     }
 
-    fn finish(&mut self, connection: &Connection) {
-        self.report.answered += u64::from(connection.answered);
+    fn count_finished_connection(&mut self, connection: &LoadConnection) {
+        self.report.answered += u64::from(connection.answered_count);
         if let Some(placed) = connection.serving_core {
             *self.connections_by_core.entry(placed).or_default() += 1;
         }
     }
 
-    fn fail(&mut self, index: usize, failure: ConnectionFailure) {
+    fn count_broken_connection(&mut self, index: usize, failure: ConnectionFailure) {
         let Some(connection) = self.connections.remove(&index) else { return };
         self.report.broken.count_failure(&failure, index);
-        self.finish(&connection);
+        self.count_finished_connection(&connection);
     }
 
     /// Counts connections as broken if their oldest unanswered request has timed out.
     fn fail_timed_out_connections(&mut self, now_ns: u64) {
-        let late = |(index, connection): (&usize, &Connection)| {
-            let waits = connection.answered < connection.due;
-            (waits && self.due_ns(*index, connection.answered) + LOSS_TIMEOUT_NS < now_ns).then_some(*index)
+        let timed_out_index = |(index, connection): (&usize, &LoadConnection)| {
+            let has_unanswered_request = connection.answered_count < connection.due_count;
+            (has_unanswered_request
+                && self.request_due_ns(*index, connection.answered_count) + DATA_TIMEOUT_NS < now_ns)
+                .then_some(*index)
         };
-        let late: Vec<usize> = self.connections.iter().filter_map(late).collect();
-        for index in late {
-            self.fail(index, io::Error::from(io::ErrorKind::TimedOut).into());
+        let timed_out_indexes: Vec<usize> = self.connections.iter().filter_map(timed_out_index).collect();
+        for index in timed_out_indexes {
+            self.count_broken_connection(index, io::Error::from(io::ErrorKind::TimedOut).into());
         }
     }
 
     fn into_report(self) -> LoadReport {
-        let placed = self.connections_by_core.into_iter();
-        let mut placed: Vec<CoreConnections> =
-            placed.map(|((server, core), connections)| CoreConnections { server, core, connections }).collect();
-        placed.sort_by_key(|placed| (placed.server, placed.core));
-        let (latency_us, lateness_us) = (Latency::from(&self.latency), Latency::from(&self.lateness));
-        LoadReport { latency_us, lateness_us, placed, ..self.report }
+        let connections_by_core = self.connections_by_core.into_iter();
+        let mut connections_by_core: Vec<CoreConnections> = connections_by_core
+            .map(|((server, core), connections)| CoreConnections { server, core, connections })
+            .collect();
+        connections_by_core.sort_by_key(|placed| (placed.server, placed.core));
+        let (latency_us, lateness_us) =
+            (Latency::from(&self.latency_histogram), Latency::from(&self.lateness_histogram));
+        LoadReport { latency_us, lateness_us, placed: connections_by_core, ..self.report }
     }
 }

@@ -35,11 +35,11 @@ impl Namespace {
 
     /// Runs `action` in a new thread inside the namespace; the caller's thread stays in its own namespace. Fails when
     /// the namespace does not exist or cannot be entered, or when `action` fails.
-    pub fn within<T: Send>(&self, action: impl FnOnce() -> anyhow::Result<T> + Send) -> anyhow::Result<T> {
-        let file = self.open()?;
+    pub fn run_within<T: Send>(&self, action: impl FnOnce() -> anyhow::Result<T> + Send) -> anyhow::Result<T> {
+        let namespace_file = self.open_file()?;
         std::thread::scope(|scope| {
             let thread = scope.spawn(|| {
-                setns(file.as_fd(), CloneFlags::CLONE_NEWNET)
+                setns(namespace_file.as_fd(), CloneFlags::CLONE_NEWNET)
                     .with_context(|| format!("cannot enter network namespace {}", self.name))?;
                 action()
             });
@@ -50,55 +50,56 @@ impl Namespace {
     /// Writes sysctls of this namespace: `value` to `/proc/sys/net/PATH` for each (path, value). Fails when one cannot
     /// be written; the error names it.
     pub fn set_sysctls(&self, settings: &[(&str, &str)]) -> anyhow::Result<()> {
-        self.within(|| {
+        self.run_within(|| {
             for (path, value) in settings {
-                let path = Path::new("/proc/sys/net").join(path);
-                std::fs::write(&path, value).with_context(|| format!("cannot set {} to {value}", path.display()))?;
+                let sysctl_path = Path::new("/proc/sys/net").join(path);
+                std::fs::write(&sysctl_path, value)
+                    .with_context(|| format!("cannot set {} to {value}", sysctl_path.display()))?;
             }
             Ok(())
         })
     }
 
     /// Returns the MAC address of a device in this namespace. Fails when the device does not exist.
-    pub fn mac_address(&self, device: &str) -> anyhow::Result<String> {
-        self.within(|| {
-            let mut entries = nix::ifaddrs::getifaddrs()?.filter(|entry| entry.interface_name == device);
-            let mac = entries.find_map(|entry| entry.address?.as_link_addr()?.addr());
+    pub fn device_mac_address(&self, device: &str) -> anyhow::Result<String> {
+        self.run_within(|| {
+            let mut address_entries = nix::ifaddrs::getifaddrs()?.filter(|entry| entry.interface_name == device);
+            let mac = address_entries.find_map(|entry| entry.address?.as_link_addr()?.addr());
             let mac = mac.with_context(|| format!("device {device} of {} has no MAC address", self.name))?;
             Ok(mac.map(|byte| format!("{byte:02x}")).join(":"))
         })
     }
 
-    pub(crate) fn open(&self) -> anyhow::Result<File> {
+    pub(crate) fn open_file(&self) -> anyhow::Result<File> {
         File::open(self.path()).with_context(|| format!("cannot open network namespace {}", self.name))
     }
 
     /// Kills all processes in the namespace, then removes the namespace with all its devices.
     pub(crate) fn remove(&self) -> anyhow::Result<()> {
         self.kill_processes()?;
-        ip_batch(None, &format!("netns delete {}\n", self.name))
+        run_ip_batch(None, &format!("netns delete {}\n", self.name))
     }
 
     /// Kills every process in this namespace. It finds them by comparing namespaces, not by names or pids.
     fn kill_processes(&self) -> anyhow::Result<()> {
         use std::os::unix::fs::MetadataExt as _;
-        let Ok(namespace) = self.open()?.metadata() else { return Ok(()) };
-        let inside = |pid: &str| {
+        let Ok(namespace) = self.open_file()?.metadata() else { return Ok(()) };
+        let is_in_namespace = |pid: &str| {
             std::fs::metadata(format!("/proc/{pid}/ns/net"))
                 .is_ok_and(|of_process| (of_process.dev(), of_process.ino()) == (namespace.dev(), namespace.ino()))
         };
         // A process may fork during the search; further iterations find its children.
         for _ in 0..10 {
-            let mut found = false;
+            let mut found_process = false;
             for entry in std::fs::read_dir("/proc")?.flatten() {
                 let Ok(name) = entry.file_name().into_string() else { continue };
                 let Ok(pid) = name.parse::<i32>() else { continue };
-                if inside(&name) && !is_zombie(pid) {
-                    found = true;
-                    kill_if(pid, || inside(&name));
+                if is_in_namespace(&name) && !is_zombie(pid) {
+                    found_process = true;
+                    kill_if(pid, || is_in_namespace(&name));
                 }
             }
-            if !found {
+            if !found_process {
                 return Ok(());
             }
             std::thread::sleep(std::time::Duration::from_millis(5));
@@ -108,20 +109,20 @@ impl Namespace {
 }
 
 fn is_zombie(pid: i32) -> bool {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let process_stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     // The state is the first word after the command's name, which ends with the last parenthesis.
-    status.rsplit_once(')').is_none_or(|(_, rest)| rest.trim_start().starts_with(['Z', 'X']))
+    process_stat.rsplit_once(')').is_none_or(|(_, rest)| rest.trim_start().starts_with(['Z', 'X']))
 }
 
 /// Sends SIGKILL if `still` returns true. The pidfd ensures that the pid is not reused after this check.
 fn kill_if(pid: i32, still: impl Fn() -> bool) {
     // SAFETY: pidfd_open takes two integers and returns a new descriptor or -1.
-    let descriptor = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
-    if descriptor < 0 {
+    let pidfd_number = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
+    if pidfd_number < 0 {
         return;
     }
     // SAFETY: the descriptor is new and owned by nothing else.
-    let pidfd = unsafe { <std::os::fd::OwnedFd as std::os::fd::FromRawFd>::from_raw_fd(descriptor as i32) };
+    let pidfd = unsafe { <std::os::fd::OwnedFd as std::os::fd::FromRawFd>::from_raw_fd(pidfd_number as i32) };
     if still() {
         use std::os::fd::AsRawFd as _;
         let no_info = std::ptr::null_mut::<libc::siginfo_t>();
@@ -131,26 +132,26 @@ fn kill_if(pid: i32, still: impl Fn() -> bool) {
 }
 
 /// Returns the network namespaces whose names start with `prefix`.
-pub(crate) fn with_prefix(prefix: &str) -> Vec<Namespace> {
-    let entries = std::fs::read_dir(NETNS_DIRECTORY).into_iter().flatten().flatten();
-    let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
+pub(crate) fn namespaces_with_prefix(prefix: &str) -> Vec<Namespace> {
+    let directory_entries = std::fs::read_dir(NETNS_DIRECTORY).into_iter().flatten().flatten();
+    let names = directory_entries.filter_map(|entry| entry.file_name().into_string().ok());
     names.filter(|name| name.starts_with(prefix)).map(Namespace::new).collect()
 }
 
 /// Runs a batch of `ip` commands in `namespace`; `None`: in the namespace of this process.
-pub(crate) fn ip_batch(namespace: Option<&Namespace>, commands: &str) -> anyhow::Result<()> {
+pub(crate) fn run_ip_batch(namespace: Option<&Namespace>, commands: &str) -> anyhow::Result<()> {
     use io::Write as _;
     let mut ip = Command::new("ip");
     if let Some(namespace) = namespace {
         ip.args(["-n", namespace.name()]);
     }
     ip.args(["-batch", "-"]).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped());
-    let mut child = ip.spawn().context("cannot run ip (Debian package iproute2)")?;
-    child.stdin.take().expect("stdin is piped").write_all(commands.as_bytes())?;
-    let output = child.wait_with_output()?;
+    let mut ip_process = ip.spawn().context("cannot run ip (Debian package iproute2)")?;
+    ip_process.stdin.take().expect("stdin is piped").write_all(commands.as_bytes())?;
+    let output = ip_process.wait_with_output()?;
     if !output.status.success() {
-        let place = namespace.map_or(String::new(), |namespace| format!(" in namespace {}", namespace.name()));
-        bail!("ip{place}: {} in this batch:\n{commands}", String::from_utf8_lossy(&output.stderr).trim());
+        let namespace_note = namespace.map_or(String::new(), |namespace| format!(" in namespace {}", namespace.name()));
+        bail!("ip{namespace_note}: {} in this batch:\n{commands}", String::from_utf8_lossy(&output.stderr).trim());
     }
     Ok(())
 }

@@ -11,7 +11,7 @@ use crate::topology::TestbedOptions;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::Args)]
 pub struct NetworkOptions {
     /// Forwarding to the servers; with ipip and gue the servers are behind a router
-    #[arg(long, value_name = "KIND", default_value = "l2", value_parser = forwarding_modes())]
+    #[arg(long, value_name = "KIND", default_value = "l2", value_parser = forwarding_value_parser())]
     pub forwarding: Forwarding,
     /// Address family of the VIP, the client and the servers
     #[arg(long, value_enum, default_value_t = AddressFamily::Ipv4)]
@@ -22,7 +22,7 @@ impl NetworkOptions {
     /// Returns the options of a testbed that has this network.
     pub fn testbed_options(self) -> TestbedOptions {
         TestbedOptions {
-            routed_servers: self.forwarding.encapsulates(),
+            has_server_router: self.forwarding.encapsulates(),
             family: self.family,
             ..TestbedOptions::default()
         }
@@ -34,6 +34,6 @@ impl NetworkOptions {
     }
 }
 
-fn forwarding_modes() -> impl TypedValueParser<Value = Forwarding> {
+fn forwarding_value_parser() -> impl TypedValueParser<Value = Forwarding> {
     PossibleValuesParser::new(Forwarding::ALL.map(Forwarding::name)).try_map(|name| name.parse::<Forwarding>())
 }

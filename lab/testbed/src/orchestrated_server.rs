@@ -1,8 +1,8 @@
 //! `coreward-lab testbed orchestrated-server`: a key-value server on the cores of `coreward orchestrate`.
 //!
-//! It answers GET, PUT and SCAN like [`crate::key_value`], with one database for all cores. A request with a service time
-//! first computes (paced: sleeps) for that time, and yields to requests of higher priority. When the orchestrator ends,
-//! the threads of the cores reconnect.
+//! It answers GET, PUT and SCAN like [`crate::key_value`], with one database for all cores. A request with a service
+//! time first computes (paced: sleeps) for that time, and yields to requests of higher priority. When the orchestrator
+//! ends, the threads of the cores reconnect.
 
 mod batch;
 mod core_clock;
@@ -14,10 +14,10 @@ use std::time::{Duration, Instant};
 
 use coreward_load::key_value::{Request as KeyValueRequest, ResponseWriter};
 use coreward_model::dispatch::{
-    CoreAssignment, Epoch, MAX_SERVICES, ReservedCores, ScaleDownCondition, ScaleUpCondition,
+    CoreAssignmentMode, Epoch, MAX_SERVICES, ReservedCores, ScaleDownCondition, ScaleUpCondition,
 };
 use coreward_runtime::RuntimeError;
-use coreward_runtime::allocation::CoreAllocator;
+use coreward_runtime::allocation::SharedCoreAllocator;
 use coreward_runtime::message::{HintMessage, HintTrigger};
 use coreward_runtime::serve::{self, Handler, Reply, Request, ServeCounters, ServeOptions};
 use coreward_runtime::worker::{Runtime, Worker};
@@ -54,8 +54,8 @@ pub struct OrchestratedServerArgs {
     #[arg(long, default_value_t = 5)]
     quantum_us: u64,
     /// Assignment of the cores to services 0 and 1, changed by load hints of service 0: share, dedicated or hybrid
-    #[arg(long, default_value_t = CoreAssignment::CompleteShare)]
-    assignment: CoreAssignment,
+    #[arg(long, default_value_t = CoreAssignmentMode::CompleteShare)]
+    assignment: CoreAssignmentMode,
     /// Cores that are reserved for services 0 and 1: one number for both, or two as in 2:0
     #[arg(long, default_value_t = ReservedCores([1, 1]))]
     reserved: ReservedCores,
@@ -88,7 +88,7 @@ impl OrchestratedServerArgs {
             return options;
         }
         // The core's clock ends a slice. The worker may wake slightly before the runtime's quantum ends.
-        ServeOptions { quantum: quantum / 2, spin: Duration::ZERO, ..options }
+        ServeOptions { quantum: quantum / 2, spin_time: Duration::ZERO, ..options }
     }
 
     fn core_clock(&self) -> Option<CoreClock> {
@@ -101,7 +101,7 @@ impl OrchestratedServerArgs {
 struct SharedState {
     database: Box<dyn Database>,
     /// Allocator of cores to services; `None`: every service runs on every core.
-    allocator: Option<CoreAllocator>,
+    allocator: Option<SharedCoreAllocator>,
     /// Number of workers that have connected so far.
     connected: AtomicUsize,
     /// Core load file with the time on all cores, by service.
@@ -130,13 +130,13 @@ impl Handler for CoreServer<'_> {
         let Ok(request) = KeyValueRequest::parse(request.payload) else { return Reply::Nothing };
         let time = Duration::from_nanos(request.service_ns.into());
         match &self.clock {
-            Some(clock) => clock.serve(service, time, || context.yield_point()),
+            Some(clock) => clock.serve_request(service, time, || context.yield_point()),
             None => compute(time, context),
         }
         self.shared.add_busy(service, time);
         let mut writer = ResponseWriter::default();
         self.shared.database.answer(&request, context.core(), &mut writer);
-        let mut datagrams = writer.finish();
+        let mut datagrams = writer.finish_response();
         let (Some(only), None) = (datagrams.next(), datagrams.next()) else { return Reply::Nothing };
         response.extend_from_slice(only);
         Reply::Send
@@ -177,11 +177,11 @@ fn open_database(args: &OrchestratedServerArgs) -> anyhow::Result<Box<dyn Databa
 /// Serves until SIGINT or SIGTERM, then prints the number of requests that each core served, as JSON. Fails when
 /// signals cannot be handled, or the database cannot be opened.
 pub fn run(args: &OrchestratedServerArgs) -> anyhow::Result<()> {
-    interrupt::catch()?;
+    interrupt::catch_signals()?;
     let database = open_database(args)?;
     let cores = args.cores.iter().max().map_or(0, |last| last + 1);
-    let is_allocated = args.assignment != CoreAssignment::CompleteShare;
-    let allocator = is_allocated.then(|| CoreAllocator::new(args.assignment, cores, args.reserved));
+    let is_allocated = args.assignment != CoreAssignmentMode::CompleteShare;
+    let allocator = is_allocated.then(|| SharedCoreAllocator::new(args.assignment, cores, args.reserved));
     let busy = args.busy_file.as_ref().map(|path| CounterFile::create(path, MAX_SERVICES)).transpose()?;
     let server = SharedState { database, allocator, connected: AtomicUsize::new(0), busy };
     let stop = AtomicBool::new(false);
@@ -229,7 +229,7 @@ fn serve_core(args: &OrchestratedServerArgs, core: u16, shared: &SharedState, st
     let mut served = 0;
     while !stop.load(Relaxed) {
         match connect_and_serve(args, core, &server, stop) {
-            Ok(counters) => served += counters.served,
+            Ok(counters) => served += counters.served_requests,
             Err(error) => {
                 tracing::info!(event = "reconnecting", core, %error, "orchestrator unavailable: connecting again");
                 std::thread::sleep(RETRY_INTERVAL);
@@ -254,11 +254,11 @@ fn connect_and_serve(
             Err(error) => return Err(error),
         }
     }
-    let mut worker = runtime.worker(core)?;
+    let mut worker = runtime.attach_worker(core)?;
     match &server.shared.allocator {
         None => (0..services.len() as u8).try_for_each(|service| worker.enable_service(service, core))?,
         Some(allocator) => {
-            allocator.attach(&mut worker)?;
+            allocator.enable_assigned_services(&mut worker)?;
             if args.cores.first() == Some(&core) {
                 enable_monitor(args, &mut worker)?;
             }
@@ -271,7 +271,7 @@ fn connect_and_serve(
 /// Enables the load monitor of service 0 on a worker.
 fn enable_monitor(args: &OrchestratedServerArgs, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
     let epoch = Epoch::new(NonZeroU64::new(args.epoch_us * 1000).expect("an epoch of 1 us or more"));
-    let down = ScaleDownCondition { epoch, threshold: 0, calm_epochs: 4 };
+    let down = ScaleDownCondition { epoch, max_calm_queue_length: 0, required_calm_epochs: 4 };
     worker.enable_load_monitor(0, HintTrigger::ScaleUp(ScaleUpCondition { epoch }))?;
     worker.enable_load_monitor(0, HintTrigger::ScaleDown(down))
 }

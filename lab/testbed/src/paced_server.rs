@@ -9,12 +9,12 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use anyhow::bail;
-use coreward_load::paced::{MessageBuffer, Request, Response, SERVICE_MAX_US};
+use coreward_load::paced::{MAX_SERVICE_US, MessageBuffer, PacedRequest, PacedResponse};
 use nix::sys::wait::wait;
 use zerocopy::IntoBytes as _;
 
-use crate::core_load_file::{CounterFile, read_busy_file};
-use crate::emulated_server::{Core, EventLoop, Protocol, ResponseQueue, fork_worker, listen};
+use crate::core_load_file::{CounterFile, read_core_load_file};
+use crate::emulated_server::{EmulatedCore, EventLoop, ResponseQueue, ServerProtocol, fork_worker, listen};
 use crate::fleet;
 use crate::process::Process;
 use crate::topology::Testbed;
@@ -40,26 +40,26 @@ pub struct PacedServerArgs {
 pub fn run(args: &PacedServerArgs) -> anyhow::Result<()> {
     let listeners: Vec<TcpListener> =
         (0..args.workers).map(|_| listen(args.listen, true)).collect::<anyhow::Result<_>>()?;
-    let busy = CounterFile::create(&args.busy_file, args.workers.into())?;
-    for ((number, listener), busy_ns) in (0..).zip(&listeners).zip(busy.counters()) {
-        let protocol = PacedProtocol { server: args.server, core: number };
-        let work = || EventLoop::new(protocol, vec![Core::new(listener, busy_ns)])?.run();
-        fork_worker("paced server", number, work)?;
+    let core_load_file = CounterFile::create(&args.busy_file, args.workers.into())?;
+    for ((number, listener), busy_ns) in (0..).zip(&listeners).zip(core_load_file.counters()) {
+        let protocol = PacedProtocol { server_number: args.server, core_number: number };
+        let run_core = || EventLoop::new(protocol, vec![EmulatedCore::new(listener, busy_ns)])?.run();
+        fork_worker("paced server", number, run_core)?;
     }
-    busy.publish(&args.busy_file)?;
+    core_load_file.publish(&args.busy_file)?;
     // Workers only end after an error; the others then end with the master (PR_SET_PDEATHSIG).
-    let ended = wait()?;
-    bail!("a worker of the paced server ended: {ended:?}");
+    let ended_child = wait()?;
+    bail!("a worker of the paced server ended: {ended_child:?}");
 }
 
 /// Protocol of a paced server, as one of its cores speaks it.
 struct PacedProtocol {
-    server: u8,
-    core: u8,
+    server_number: u8,
+    core_number: u8,
 }
 
-impl Protocol for PacedProtocol {
-    type State = MessageBuffer;
+impl ServerProtocol for PacedProtocol {
+    type ConnectionState = MessageBuffer;
     const CLOSES_AFTER_RESPONSE: bool = false;
     const ACCEPT_NS: u64 = 0;
     /// Interval of 4 % of a report interval of 100 ms. A request of the demo (7.5 ms) then needs one wake-up.
@@ -67,17 +67,22 @@ impl Protocol for PacedProtocol {
 
     fn receive(&self, messages: &mut MessageBuffer, bytes: &[u8], queue: &mut ResponseQueue<'_>) -> bool {
         let mut is_valid = true;
-        messages.for_each_message(bytes, |request: Request| {
+        messages.for_each_message(bytes, |request: PacedRequest| {
             let service_us = request.service_us.get();
-            is_valid &= service_us <= SERVICE_MAX_US;
-            let done_ns = queue.work(u64::from(service_us.min(SERVICE_MAX_US)) * 1_000);
-            queue.send_at(done_ns, request.id.get());
+            is_valid &= service_us <= MAX_SERVICE_US;
+            let done_ns = queue.queue_work(u64::from(service_us.min(MAX_SERVICE_US)) * 1_000);
+            queue.queue_packet(done_ns, request.id.get());
         });
         is_valid
     }
 
     fn write(&self, _: &MessageBuffer, id: u32, packet: &mut Vec<u8>, _: &mut ResponseQueue<'_>) {
-        let response = Response { id: id.into(), server: self.server, core: self.core, reserved: [0; 2] };
+        let response = PacedResponse {
+            id: id.into(),
+            server: self.server_number,
+            core_number: self.core_number,
+            reserved: [0; 2],
+        };
         packet.extend_from_slice(response.as_bytes());
     }
 }
@@ -85,19 +90,19 @@ impl Protocol for PacedProtocol {
 /// Running paced server on a server of the testbed; killed when dropped.
 #[derive(Debug)]
 pub struct PacedServer {
-    process: Process,
-    busy_file: PathBuf,
+    master_process: Process,
+    core_load_file_path: PathBuf,
 }
 
 impl PacedServer {
     /// Returns the process id of the master process.
-    pub fn pid(&self) -> u32 {
-        self.process.pid()
+    pub fn master_pid(&self) -> u32 {
+        self.master_process.pid()
     }
 
     /// Reads the busy time of each core (ns). Fails when the core load file cannot be read.
-    pub fn busy_ns(&self) -> anyhow::Result<Vec<u64>> {
-        read_busy_file(&self.busy_file)
+    pub fn read_busy_ns(&self) -> anyhow::Result<Vec<u64>> {
+        read_core_load_file(&self.core_load_file_path)
     }
 }
 
@@ -105,13 +110,13 @@ impl Testbed {
     /// Starts a paced server on server `number`, with one worker per core. Fails when the server does not exist, or
     /// does not listen in time.
     pub fn start_paced_server(&self, number: u16) -> anyhow::Result<PacedServer> {
-        let busy_file = fleet::busy_file(self, number);
+        let core_load_file_path = fleet::core_load_file_path(self, number);
         let mut command = Command::new(fleet::lab_command()?);
         command.args(["testbed", "paced-server", "--listen", &self.service().to_string()]);
         command.args(["--workers", &self.options().cores.to_string(), "--server", &number.to_string()]);
-        command.arg("--busy-file").arg(&busy_file);
-        let mut process = self.spawn(self.server(number)?, command)?;
-        process.wait_for_file(&format!("the paced server of server {number}"), &busy_file)?;
-        Ok(PacedServer { process, busy_file })
+        command.arg("--busy-file").arg(&core_load_file_path);
+        let mut master_process = self.spawn(self.server(number)?, command)?;
+        master_process.wait_for_file(&format!("the paced server of server {number}"), &core_load_file_path)?;
+        Ok(PacedServer { master_process, core_load_file_path })
     }
 }

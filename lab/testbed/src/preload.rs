@@ -10,10 +10,10 @@ use std::process::Command;
 use anyhow::Context as _;
 
 /// Contents of the shared library that build.rs compiles from fault_shim.c.
-const LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/preload.so"));
+const FAULT_LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/preload.so"));
 /// Offset in the faults file, which is `struct faults` of fault_shim.c: two 64-bit numbers.
-const CLOCK_OFFSET_POSITION: u64 = 0;
-const DISK_FULL_POSITION: u64 = 8;
+const CLOCK_OFFSET_FILE_OFFSET: u64 = 0;
+const DISK_FULL_FILE_OFFSET: u64 = 8;
 const FAULTS_FILE_BYTES: u64 = 16;
 
 /// Faults of wall clock and disk, which a preloaded library emulates for each daemon of a testbed.
@@ -25,39 +25,40 @@ pub struct PreloadedFaults {
 impl PreloadedFaults {
     /// Writes the library into an existing directory. Fails when it cannot be written.
     pub fn create(directory: &Path) -> anyhow::Result<Self> {
-        let preload = Self { directory: directory.to_owned() };
-        let library = preload.library_path();
-        fs::write(&library, LIBRARY).with_context(|| format!("cannot write {}", library.display()))?;
-        Ok(preload)
+        let preloaded_faults = Self { directory: directory.to_owned() };
+        let library = preloaded_faults.library_path();
+        fs::write(&library, FAULT_LIBRARY).with_context(|| format!("cannot write {}", library.display()))?;
+        Ok(preloaded_faults)
     }
 
     /// Sets the offset of a daemon's wall clock from the machine's clock (ns). It takes effect immediately and remains
     /// after the daemon's end. Fails when the daemon was never started.
-    pub fn set_clock(&self, daemon: &str, offset_ns: i64) -> anyhow::Result<()> {
-        self.write_fault(daemon, CLOCK_OFFSET_POSITION, offset_ns)
+    pub fn set_clock_offset(&self, daemon: &str, offset_ns: i64) -> anyhow::Result<()> {
+        self.write_fault_value(daemon, CLOCK_OFFSET_FILE_OFFSET, offset_ns)
     }
 
     /// Sets whether a daemon's writes at a file position fail, as on a full disk. Fails when the daemon was never
     /// started.
     pub fn set_disk_full(&self, daemon: &str, full: bool) -> anyhow::Result<()> {
-        self.write_fault(daemon, DISK_FULL_POSITION, full.into())
+        self.write_fault_value(daemon, DISK_FULL_FILE_OFFSET, full.into())
     }
 
     /// Lets the process of `command` load the library, with the faults of `daemon`.
     pub(crate) fn apply_faults(&self, daemon: &str, command: &mut Command) -> anyhow::Result<()> {
-        let path = self.faults_path(daemon);
-        let build = || -> io::Result<()> {
-            File::options().write(true).create(true).truncate(false).open(&path)?.set_len(FAULTS_FILE_BYTES)
+        let faults_path = self.faults_path(daemon);
+        let write_empty_faults = || -> io::Result<()> {
+            File::options().write(true).create(true).truncate(false).open(&faults_path)?.set_len(FAULTS_FILE_BYTES)
         };
-        build().with_context(|| format!("cannot make {}", path.display()))?;
-        command.env("LD_PRELOAD", self.library_path()).env("COREWARD_FAULTS", path);
+        write_empty_faults().with_context(|| format!("cannot make {}", faults_path.display()))?;
+        command.env("LD_PRELOAD", self.library_path()).env("COREWARD_FAULTS", faults_path);
         Ok(())
     }
 
-    fn write_fault(&self, daemon: &str, position: u64, value: i64) -> anyhow::Result<()> {
-        let path = self.faults_path(daemon);
-        let write = || File::options().write(true).open(&path)?.write_all_at(&value.to_ne_bytes(), position);
-        write().with_context(|| format!("cannot write {}", path.display()))
+    fn write_fault_value(&self, daemon: &str, position: u64, value: i64) -> anyhow::Result<()> {
+        let faults_path = self.faults_path(daemon);
+        let write_value =
+            || File::options().write(true).open(&faults_path)?.write_all_at(&value.to_ne_bytes(), position);
+        write_value().with_context(|| format!("cannot write {}", faults_path.display()))
     }
 
     fn library_path(&self) -> PathBuf {
@@ -81,32 +82,32 @@ mod tests {
     }
 
     #[test]
-    fn clock_shift_affects_one_process_only() {
+    fn clock_fault_affects_only_its_daemon() {
         let directory = tempfile::tempdir().unwrap();
-        let preload = PreloadedFaults::create(directory.path()).unwrap();
-        let before = read_date(&preload);
-        preload.set_clock("d", 86_400 * 1_000_000_000).unwrap();
-        assert!((86_400..86_460).contains(&(read_date(&preload) - before)));
-        preload.set_clock("d", -3_600 * 1_000_000_000).unwrap();
-        assert!((-3_600..-3_540).contains(&(read_date(&preload) - before)));
-        assert!(preload.set_clock("nobody", 1).is_err());
+        let preloaded_faults = PreloadedFaults::create(directory.path()).unwrap();
+        let time_before = read_date(&preloaded_faults);
+        preloaded_faults.set_clock_offset("d", 86_400 * 1_000_000_000).unwrap();
+        assert!((86_400..86_460).contains(&(read_date(&preloaded_faults) - time_before)));
+        preloaded_faults.set_clock_offset("d", -3_600 * 1_000_000_000).unwrap();
+        assert!((-3_600..-3_540).contains(&(read_date(&preloaded_faults) - time_before)));
+        assert!(preloaded_faults.set_clock_offset("nobody", 1).is_err());
     }
 
     /// Uses truncate(1), which extends files by ftruncate.
     #[test]
-    fn full_disk_affects_one_process_only() {
+    fn disk_fault_affects_only_its_daemon() {
         let directory = tempfile::tempdir().unwrap();
-        let preload = PreloadedFaults::create(directory.path()).unwrap();
-        let grow = |length: &str| {
+        let preloaded_faults = PreloadedFaults::create(directory.path()).unwrap();
+        let extend_file = |length: &str| {
             let mut command = Command::new("truncate");
             command.args(["--size", length]).arg(directory.path().join("file"));
-            preload.apply_faults("t", &mut command).unwrap();
+            preloaded_faults.apply_faults("t", &mut command).unwrap();
             command.output().unwrap().status.success()
         };
-        assert!(grow("1"));
-        preload.set_disk_full("t", true).unwrap();
-        assert!(!grow("2"));
-        preload.set_disk_full("t", false).unwrap();
-        assert!(grow("2"));
+        assert!(extend_file("1"));
+        preloaded_faults.set_disk_full("t", true).unwrap();
+        assert!(!extend_file("2"));
+        preloaded_faults.set_disk_full("t", false).unwrap();
+        assert!(extend_file("2"));
     }
 }

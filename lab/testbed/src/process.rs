@@ -26,7 +26,7 @@ pub static TIMEOUT: LazyLock<Duration> = LazyLock::new(|| {
 #[derive(Debug)]
 pub struct Process {
     child: Child,
-    name: String,
+    program_name: String,
 }
 
 impl Process {
@@ -34,11 +34,12 @@ impl Process {
     /// (PR_SET_PDEATHSIG), so that no process remains after a killed testbed. Call it from a thread that lives as long
     /// as the process should. Fails when the namespace cannot be opened or the program cannot be started.
     pub fn spawn(namespace: &Namespace, mut command: Command) -> anyhow::Result<Self> {
-        enter_namespace(namespace, &mut command)?;
-        let name = command.get_program().to_string_lossy().into_owned();
-        let child =
-            command.spawn().with_context(|| format!("cannot start {name} in namespace {}", namespace.name()))?;
-        Ok(Self { child, name })
+        enter_namespace_before_exec(namespace, &mut command)?;
+        let program_name = command.get_program().to_string_lossy().into_owned();
+        let child = command
+            .spawn()
+            .with_context(|| format!("cannot start {program_name} in namespace {}", namespace.name()))?;
+        Ok(Self { child, program_name })
     }
 
     pub fn pid(&self) -> u32 {
@@ -51,9 +52,9 @@ impl Process {
     }
 
     /// Sends a signal to the process. Fails when the process has ended.
-    pub fn signal(&self, signal: Signal) -> anyhow::Result<()> {
+    pub fn send_signal(&self, signal: Signal) -> anyhow::Result<()> {
         kill(Pid::from_raw(self.child.id() as i32), signal)
-            .with_context(|| format!("cannot send {signal} to {} (pid {})", self.name, self.child.id()))
+            .with_context(|| format!("cannot send {signal} to {} (pid {})", self.program_name, self.child.id()))
     }
 
     /// Returns the exit status; `None` while the process runs. Fails when the kernel does not know the process.
@@ -63,13 +64,13 @@ impl Process {
 
     /// Waits for the end of the process and returns its exit status. Fails when it still runs after `limit`.
     pub fn wait(&mut self, limit: Duration) -> anyhow::Result<ExitStatus> {
-        let end = Instant::now() + limit;
+        let deadline = Instant::now() + limit;
         loop {
             if let Some(status) = self.try_wait()? {
                 return Ok(status);
             }
-            if Instant::now() > end {
-                bail!("{} (pid {}) still runs after {limit:?}", self.name, self.pid());
+            if Instant::now() > deadline {
+                bail!("{} (pid {}) still runs after {limit:?}", self.program_name, self.pid());
             }
             std::thread::sleep(Duration::from_millis(2));
         }
@@ -78,12 +79,12 @@ impl Process {
     /// Waits until the process has created a file, which it does once it listens. `what`: name of the process in
     /// errors. Fails when the process ends first, or when the file is still missing after [`TIMEOUT`].
     pub fn wait_for_file(&mut self, what: &str, file: &Path) -> anyhow::Result<()> {
-        let end = Instant::now() + *TIMEOUT;
+        let deadline = Instant::now() + *TIMEOUT;
         while !file.exists() {
             if let Some(status) = self.try_wait()? {
                 bail!("{what} ended: {status}");
             }
-            if Instant::now() > end {
+            if Instant::now() > deadline {
                 bail!("{what} does not listen after {:?}", *TIMEOUT);
             }
             std::thread::sleep(Duration::from_millis(2));
@@ -93,9 +94,9 @@ impl Process {
 
     /// Waits for the end of the process and parses its output: JSON that fits into the pipe. Fails when the process
     /// fails or still runs after `limit`.
-    pub fn read_json<R: DeserializeOwned>(mut self, limit: Duration) -> anyhow::Result<R> {
-        let status = self.wait(limit)?;
-        ensure!(status.success(), "{} failed: {status}", self.name);
+    pub fn wait_for_json<R: DeserializeOwned>(mut self, limit: Duration) -> anyhow::Result<R> {
+        let exit_status = self.wait(limit)?;
+        ensure!(exit_status.success(), "{} failed: {exit_status}", self.program_name);
         Ok(serde_json::from_reader(self.child.stdout.take().context("stdout is no pipe")?)?)
     }
 
@@ -104,7 +105,7 @@ impl Process {
         if let Some(status) = self.try_wait()? {
             return Ok(status);
         }
-        self.signal(Signal::SIGTERM)?;
+        self.send_signal(Signal::SIGTERM)?;
         self.wait(limit)
     }
 }
@@ -119,8 +120,8 @@ impl Drop for Process {
 
 /// Runs `command` in `namespace` until it ends, and returns its output. Fails when it cannot be started or does not
 /// exit with 0; the error contains its stderr.
-pub fn run(namespace: &Namespace, mut command: Command) -> anyhow::Result<Output> {
-    enter_namespace(namespace, &mut command)?;
+pub fn run_command(namespace: &Namespace, mut command: Command) -> anyhow::Result<Output> {
+    enter_namespace_before_exec(namespace, &mut command)?;
     let output = command.output().with_context(|| format!("cannot run {command:?}"))?;
     if !output.status.success() {
         let stderr = String::from_utf8_lossy(&output.stderr);
@@ -131,27 +132,27 @@ pub fn run(namespace: &Namespace, mut command: Command) -> anyhow::Result<Output
 
 /// Lets the command start in the namespace and in a new process group. When a group with a stopped process loses its
 /// shell, the kernel sends SIGHUP to the group (kernel/exit.c, kill_orphaned_pgrp), and nginx would reload.
-fn enter_namespace(namespace: &Namespace, command: &mut Command) -> anyhow::Result<()> {
+fn enter_namespace_before_exec(namespace: &Namespace, command: &mut Command) -> anyhow::Result<()> {
     command.process_group(0);
-    let namespace = namespace.open()?;
-    let parent = std::process::id() as i32;
-    let prepare = move || {
+    let namespace_file = namespace.open_file()?;
+    let parent_pid = std::process::id() as i32;
+    let prepare_child = move || {
         // SAFETY: setns, prctl and getppid are plain system calls, allowed between fork and exec.
         let prepared = unsafe {
-            libc::setns(namespace.as_raw_fd(), libc::CLONE_NEWNET) == 0
+            libc::setns(namespace_file.as_raw_fd(), libc::CLONE_NEWNET) == 0
                 && libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) == 0
         };
         if !prepared {
             return Err(std::io::Error::last_os_error());
         }
         // SAFETY: as above.
-        if unsafe { libc::getppid() } != parent {
+        if unsafe { libc::getppid() } != parent_pid {
             // The parent died before the signal was armed.
             return Err(std::io::ErrorKind::BrokenPipe.into());
         }
         Ok(())
     };
-    // SAFETY: `prepare` makes system calls only: no allocation, no lock.
-    unsafe { command.pre_exec(prepare) };
+    // SAFETY: `prepare_child` makes system calls only: no allocation, no lock.
+    unsafe { command.pre_exec(prepare_child) };
     Ok(())
 }

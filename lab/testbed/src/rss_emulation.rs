@@ -33,48 +33,50 @@ pub(crate) mod skeletons {
 }
 
 /// Priority of the tc program, by which it runs after that of the access port.
-const PRIORITY: u32 = 2;
+const TC_PRIORITY: u32 = 2;
 
 /// Attaches the RSS emulation at egress of `port` in `switch`, and pins its registers at the path `pin`.
-pub(crate) fn attach(switch: &Namespace, port: &str, pin: &Path, rss: &RssConfig) -> anyhow::Result<()> {
+pub(crate) fn attach_emulation(switch: &Namespace, port: &str, pin: &Path, rss: &RssConfig) -> anyhow::Result<()> {
     let mut storage = MaybeUninit::uninit();
-    let open = skeletons::rss_emulation::RssEmulationSkelBuilder::default().open(&mut storage)?;
-    let mut program = open.load().context("the kernel does not load rss_emulation.bpf.c")?;
+    let open_skeleton = skeletons::rss_emulation::RssEmulationSkelBuilder::default().open(&mut storage)?;
+    let mut loaded_skeleton = open_skeleton.load().context("the kernel does not load rss_emulation.bpf.c")?;
     fs::create_dir_all(pin.parent().context("the pin has no directory")?)?;
-    program.maps.registers.pin(pin).with_context(|| format!("cannot pin {}", pin.display()))?;
+    loaded_skeleton.maps.registers.pin(pin).with_context(|| format!("cannot pin {}", pin.display()))?;
     write_registers(pin, rss)?;
-    attach_tc(switch, port, program.progs.rss_emulation.as_fd(), TC_EGRESS, PRIORITY)
+    attach_tc(switch, port, loaded_skeleton.progs.rss_emulation.as_fd(), TC_EGRESS, TC_PRIORITY)
         .with_context(|| format!("cannot attach the RSS emulation to port {port}"))
 }
 
 /// Writes the key and the indirection table into the emulated registers, as the agent does with `manage_rss = true`.
 /// Fails when `pin` is not a pinned map of registers, or the key does not have 40 bytes.
 pub fn write_registers(pin: &Path, rss: &RssConfig) -> anyhow::Result<()> {
-    let generation = read(pin)?.mapping.generation.wrapping_add(1);
-    let registers = rss.emulated(generation)?;
-    open(pin)?.update(&0u32.to_ne_bytes(), registers.as_bytes(), MapFlags::ANY)?;
+    let generation = read_register_map(pin)?.mapping.generation.wrapping_add(1);
+    let registers = rss.to_emulated_registers(generation)?;
+    open_register_map(pin)?.update(&0u32.to_ne_bytes(), registers.as_bytes(), MapFlags::ANY)?;
     Ok(())
 }
 
 /// Shifts the table entries of open TCP connections by `shift`, until registers are written again. A NIC's flow
 /// director has this effect (ATR of ixgbe and i40e). Fails when `pin` is not a pinned map of registers.
-pub fn move_established(pin: &Path, shift: u32) -> anyhow::Result<()> {
-    let registers = intf::emulated_rss { established_shift: shift, ..*read(pin)? };
-    Ok(open(pin)?.update(&0u32.to_ne_bytes(), registers.as_bytes(), MapFlags::ANY)?)
+pub fn shift_established_connections(pin: &Path, shift: u32) -> anyhow::Result<()> {
+    let registers = intf::emulated_rss { established_shift: shift, ..*read_register_map(pin)? };
+    Ok(open_register_map(pin)?.update(&0u32.to_ne_bytes(), registers.as_bytes(), MapFlags::ANY)?)
 }
 
 /// Reads the key and the indirection table. Fails when `pin` is not a pinned map of registers, or has no table.
 pub fn read_registers(pin: &Path) -> anyhow::Result<RssConfig> {
-    Ok(RssConfig::from_emulated(&*read(pin)?)?)
+    Ok(RssConfig::from_emulated_registers(&*read_register_map(pin)?)?)
 }
 
-fn open(pin: &Path) -> anyhow::Result<MapHandle> {
+fn open_register_map(pin: &Path) -> anyhow::Result<MapHandle> {
     MapHandle::from_pinned_path(pin).with_context(|| format!("cannot open the emulated RSS at {}", pin.display()))
 }
 
-fn read(pin: &Path) -> anyhow::Result<Box<intf::emulated_rss>> {
-    let bytes = open(pin)?.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("an array without its only entry")?;
-    let registers = intf::emulated_rss::read_from_bytes(&bytes);
+fn read_register_map(pin: &Path) -> anyhow::Result<Box<intf::emulated_rss>> {
+    let entry_bytes = open_register_map(pin)?
+        .lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?
+        .context("an array without its only entry")?;
+    let registers = intf::emulated_rss::read_from_bytes(&entry_bytes);
     Ok(Box::new(registers.map_err(|_| anyhow::anyhow!("{} does not hold an emulated RSS", pin.display()))?))
 }
 
@@ -82,39 +84,41 @@ fn read(pin: &Path) -> anyhow::Result<Box<intf::emulated_rss>> {
 /// sends by XDP_TX: see xdp_pass.bpf.c. Fails when the device does not support native XDP.
 pub fn attach_xdp_pass(namespace: &Namespace, device: &str) -> anyhow::Result<()> {
     let mut storage = MaybeUninit::uninit();
-    let open = skeletons::xdp_pass::XdpPassSkelBuilder::default().open(&mut storage)?;
-    let program = open.load().context("the kernel does not load xdp_pass.bpf.c")?;
-    let descriptor = program.progs.xdp_pass.as_fd();
-    namespace.within(|| {
-        let index = interface_index(device)?;
-        Xdp::new(descriptor).attach(index, XdpFlags::DRV_MODE).with_context(|| format!("no native XDP on {device}"))
+    let open_skeleton = skeletons::xdp_pass::XdpPassSkelBuilder::default().open(&mut storage)?;
+    let loaded_skeleton = open_skeleton.load().context("the kernel does not load xdp_pass.bpf.c")?;
+    let program_fd = loaded_skeleton.progs.xdp_pass.as_fd();
+    namespace.run_within(|| {
+        let device_index = interface_index(device)?;
+        Xdp::new(program_fd)
+            .attach(device_index, XdpFlags::DRV_MODE)
+            .with_context(|| format!("no native XDP on {device}"))
     })
 }
 
 /// Records the receive queues at which flows arrive, for tests.
 pub struct ReceiveQueueRecorder {
-    map: MapHandle,
+    flow_map: MapHandle,
 }
 
 impl ReceiveQueueRecorder {
     /// Starts to record; the record ends when the device is removed. Fails when the program does not load or attach.
     pub fn start(namespace: &Namespace, device: &str) -> anyhow::Result<Self> {
         let mut storage = MaybeUninit::uninit();
-        let open = skeletons::receive_queues::ReceiveQueuesSkelBuilder::default().open(&mut storage)?;
-        let program = open.load().context("the kernel does not load receive_queues.bpf.c")?;
-        attach_tc(namespace, device, program.progs.receive_queues.as_fd(), TC_INGRESS, PRIORITY)?;
-        Ok(Self { map: MapHandle::try_from(&program.maps.received_flows)? })
+        let open_skeleton = skeletons::receive_queues::ReceiveQueuesSkelBuilder::default().open(&mut storage)?;
+        let loaded_skeleton = open_skeleton.load().context("the kernel does not load receive_queues.bpf.c")?;
+        attach_tc(namespace, device, loaded_skeleton.progs.receive_queues.as_fd(), TC_INGRESS, TC_PRIORITY)?;
+        Ok(Self { flow_map: MapHandle::try_from(&loaded_skeleton.maps.received_flows)? })
     }
 
     /// Returns the receive queue and the hash of the last frame of a flow, as the kernel reports them; `None` without a
     /// frame or queue. Fails when the map cannot be read.
     pub fn queue_and_hash(&self, flow: &coreward_model::FourTuple) -> anyhow::Result<Option<(u16, u32)>> {
-        let mut key = [0; intf::RSS_INPUT_IPV6_BYTES as usize];
-        key[..flow.bytes().len()].copy_from_slice(&flow.bytes());
-        let Some(bytes) = self.map.lookup(&key, MapFlags::ANY)? else { return Ok(None) };
-        let received = intf::received_flow::read_from_bytes(&bytes);
-        let received = received.map_err(|_| anyhow::anyhow!("an entry of another size"))?;
-        Ok(received.recorded_queue.checked_sub(1).map(|queue| (queue as u16, received.hash)))
+        let mut flow_key = [0; intf::RSS_INPUT_IPV6_BYTES as usize];
+        flow_key[..flow.bytes().len()].copy_from_slice(&flow.bytes());
+        let Some(bytes) = self.flow_map.lookup(&flow_key, MapFlags::ANY)? else { return Ok(None) };
+        let received_flow = intf::received_flow::read_from_bytes(&bytes);
+        let received_flow = received_flow.map_err(|_| anyhow::anyhow!("an entry of another size"))?;
+        Ok(received_flow.recorded_queue.checked_sub(1).map(|queue| (queue as u16, received_flow.hash)))
     }
 }
 
@@ -126,17 +130,17 @@ pub(crate) fn attach_tc(
     direction: TcAttachPoint,
     priority: u32,
 ) -> anyhow::Result<()> {
-    namespace.within(|| {
-        let mut builder = TcHookBuilder::new(program);
-        builder.ifindex(interface_index(device)?).replace(true).handle(1).priority(priority);
-        let mut hook = builder.hook(direction);
-        hook.create()?;
-        hook.attach()?;
+    namespace.run_within(|| {
+        let mut hook_builder = TcHookBuilder::new(program);
+        hook_builder.ifindex(interface_index(device)?).replace(true).handle(1).priority(priority);
+        let mut tc_hook = hook_builder.hook(direction);
+        tc_hook.create()?;
+        tc_hook.attach()?;
         Ok(())
     })
 }
 
 fn interface_index(device: &str) -> anyhow::Result<i32> {
-    let index = nix::net::if_::if_nametoindex(device).with_context(|| format!("no interface {device}"))?;
-    Ok(index as i32)
+    let device_index = nix::net::if_::if_nametoindex(device).with_context(|| format!("no interface {device}"))?;
+    Ok(device_index as i32)
 }

@@ -21,12 +21,13 @@ use anyhow::{Context as _, bail};
 use coreward_model::rss::{IndirectionTable, RssConfig, RssKey, seeded_rng};
 
 use crate::addresses::{
-    AddressFamily, CONTROLLER_ADDRESS, DEVICE, IPV6_MTU_MIN, MTU_MAX, MTU_MIN, Prefix, ROUTED_CLIENTS_PREFIX,
-    ROUTER_ADDRESS, SEGMENT_PREFIX_LENGTH, SERVICE_ADDRESS, VIP, VIP_PREFIX_IPV6, ipv6_address, ipv6_prefix,
-    load_balancer_address, load_balancer_name, rack_address, rack_name, server_address,
+    AddressFamily, CONTROLLER_ADDRESS, ETHERNET_MTU, FIRST_VIP, HOST_DEVICE, IPV4_MTU_MIN, IPV6_MTU_MIN,
+    IPV6_VIP_PREFIX, Ipv4Prefix, ROUTED_CLIENTS_PREFIX, ROUTER_ADDRESS, SEGMENT_PREFIX_LENGTH, SERVICE_ADDRESS,
+    ipv6_address, ipv6_prefix, load_balancer_address, load_balancer_name, rack_controller_address,
+    rack_controller_name, server_address,
 };
 use crate::instance::Instance;
-use crate::namespace::{Namespace, ip_batch};
+use crate::namespace::{Namespace, run_ip_batch};
 use crate::process::{self, Process};
 use crate::rss_emulation;
 
@@ -65,11 +66,11 @@ pub struct TestbedOptions {
     /// Whether servers reach the client through load balancer 1, whose kernel routes, or directly. Needs a router.
     pub routes_answers_via_load_balancer: bool,
     /// Whether the servers are behind a router of their own: [`crate::server_router`].
-    pub routed_servers: bool,
+    pub has_server_router: bool,
     /// VLANs of clients and servers; `None`: all frames are untagged. Only without routers and racks.
     pub vlans: Option<Vlans>,
     /// Number of VIPs on the servers (1 to 250).
-    pub vips: u8,
+    pub vip_count: u8,
     /// Address family of the VIPs, and of the packets between the client and the services.
     pub family: AddressFamily,
     /// Number of entries of the emulated NICs' indirection tables (a power of two up to 2048).
@@ -99,9 +100,9 @@ impl Default for TestbedOptions {
             client_addresses: 4,
             router_mtu: None,
             routes_answers_via_load_balancer: false,
-            routed_servers: false,
+            has_server_router: false,
             vlans: None,
-            vips: 1,
+            vip_count: 1,
             family: AddressFamily::Ipv4,
             indirection_entries: 128,
             seed: 1,
@@ -122,7 +123,7 @@ pub struct Testbed {
     /// Namespace of load balancer K at index K - 1; `None` after its removal.
     load_balancers: Vec<Option<Namespace>>,
     /// Namespace of rack controller K at index K - 1.
-    racks: Vec<Namespace>,
+    rack_controllers: Vec<Namespace>,
     /// Namespace of server K at index K - 1; `None` after its removal.
     servers: Vec<Option<Namespace>>,
 }
@@ -137,23 +138,23 @@ pub fn missing_privilege() -> Option<String> {
         );
     }
     // In a new thread, which ends with the namespace.
-    let namespaces = std::thread::spawn(|| nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET)).join();
-    if !matches!(namespaces, Ok(Ok(()))) {
+    let namespace_result = std::thread::spawn(|| nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET)).join();
+    if !matches!(namespace_result, Ok(Ok(()))) {
         return Some("the testbed needs the right to make network namespaces (CAP_SYS_ADMIN)".to_owned());
     }
     let options = libbpf_rs::libbpf_sys::bpf_map_create_opts {
         sz: size_of::<libbpf_rs::libbpf_sys::bpf_map_create_opts>() as _,
         ..Default::default()
     };
-    let map = libbpf_rs::MapHandle::create(libbpf_rs::MapType::Array, None::<&str>, 4, 4, 1, &options);
-    map.err().map(|error| format!("the testbed needs the right to load BPF programs (CAP_BPF): {error}"))
+    let map_result = libbpf_rs::MapHandle::create(libbpf_rs::MapType::Array, None::<&str>, 4, 4, 1, &options);
+    map_result.err().map(|error| format!("the testbed needs the right to load BPF programs (CAP_BPF): {error}"))
 }
 
 /// Returns the rights that a test lacks for a testbed. scripts/test sets the variable when scripts/capabilities reports
 /// missing rights.
 pub fn missing_testbed_rights() -> Option<String> {
-    let reported = std::env::var_os("COREWARD_WITHOUT_RIGHTS");
-    reported.map(|_| "scripts/capabilities names what is missing".to_owned()).or_else(missing_privilege)
+    let reported_missing_rights = std::env::var_os("COREWARD_WITHOUT_RIGHTS");
+    reported_missing_rights.map(|_| "scripts/capabilities names what is missing".to_owned()).or_else(missing_privilege)
 }
 
 impl Testbed {
@@ -166,8 +167,8 @@ impl Testbed {
             (options.load_balancers, 1, LOAD_BALANCERS_MAX, "load balancers"),
             (options.racks, 0, RACKS_MAX, "racks"),
             (options.client_addresses, 1, CLIENT_ADDRESSES_MAX, "client addresses"),
-            (u16::from(options.vips), 1, 250, "VIPs"),
-            (options.router_mtu.unwrap_or(MTU_MAX), MTU_MIN, MTU_MAX, "bytes of MTU"),
+            (u16::from(options.vip_count), 1, 250, "VIPs"),
+            (options.router_mtu.unwrap_or(ETHERNET_MTU), IPV4_MTU_MIN, ETHERNET_MTU, "bytes of MTU"),
         ] {
             if !(min..=max).contains(&value) {
                 bail!("{value} {name} in a testbed: expected {min} to {max}");
@@ -179,7 +180,7 @@ impl Testbed {
                  route"
             );
         }
-        if options.vlans.is_some() && (options.router_mtu.is_some() || options.routed_servers || options.racks > 0) {
+        if options.vlans.is_some() && (options.router_mtu.is_some() || options.has_server_router || options.racks > 0) {
             bail!("VLANs with routers or racks: expected no `router_mtu`, `routed_servers` and `racks`");
         }
         if options.family == AddressFamily::Ipv6 && options.router_mtu.is_some_and(|mtu| mtu < IPV6_MTU_MIN) {
@@ -192,19 +193,19 @@ impl Testbed {
         let mut testbed = Self {
             client: instance.namespace("client"),
             router: options.router_mtu.map(|_| instance.namespace("router")),
-            server_router: options.routed_servers.then(|| instance.namespace("server-router")),
+            server_router: options.has_server_router.then(|| instance.namespace("server-router")),
             controller: instance.namespace("controller"),
             switch: instance.namespace("switch"),
             load_balancers: Vec::new(),
-            racks: Vec::new(),
+            rack_controllers: Vec::new(),
             servers: Vec::new(),
             options,
             instance,
         };
-        testbed.make_switch()?;
-        testbed.make_hosts()?;
+        testbed.create_switch()?;
+        testbed.create_hosts()?;
         for number in 1..=testbed.options.racks {
-            testbed.add_rack(number)?;
+            testbed.add_rack_controller(number)?;
         }
         for _ in 0..testbed.options.load_balancers {
             testbed.add_load_balancer()?;
@@ -216,36 +217,39 @@ impl Testbed {
         Ok(testbed)
     }
 
-    fn make_switch(&self) -> anyhow::Result<()> {
-        make_namespaces(&[&self.switch])?;
+    fn create_switch(&self) -> anyhow::Result<()> {
+        create_namespaces(&[&self.switch])?;
         // No spanning tree, no snooping: a port forwards immediately, and only the testbed's hosts send.
-        ip_batch(
+        run_ip_batch(
             Some(&self.switch),
             "link add br0 type bridge stp_state 0 forward_delay 0 mcast_snooping 0\nlink set br0 up\n",
         )
     }
 
-    fn make_hosts(&self) -> anyhow::Result<()> {
-        make_namespaces(&[&self.controller])?;
+    fn create_hosts(&self) -> anyhow::Result<()> {
+        create_namespaces(&[&self.controller])?;
         self.connect_to_switch(&self.controller, "controller", 1, 1)?;
-        self.make_access_port("controller", 0)?;
-        let routes = self.route_to_servers();
-        ip_batch(
+        self.set_up_access_port("controller", 0)?;
+        let server_subnet_routes = self.server_subnet_route_commands();
+        run_ip_batch(
             Some(&self.controller),
-            &(self.address_lines(CONTROLLER_ADDRESS, SEGMENT_PREFIX_LENGTH, DEVICE) + &routes),
+            &(self.address_commands(CONTROLLER_ADDRESS, SEGMENT_PREFIX_LENGTH, HOST_DEVICE) + &server_subnet_routes),
         )?;
-        self.make_server_router()?;
-        self.make_client_side()?;
-        self.make_access_port("client", self.vip_vlan())
+        self.create_server_router()?;
+        self.create_client_side()?;
+        self.set_up_access_port("client", self.vip_vlan())
     }
 
-    fn add_rack(&mut self, number: u16) -> anyhow::Result<()> {
-        let name = rack_name(number);
+    fn add_rack_controller(&mut self, number: u16) -> anyhow::Result<()> {
+        let name = rack_controller_name(number);
         let namespace = self.instance.namespace(&name);
-        make_namespaces(&[&namespace])?;
+        create_namespaces(&[&namespace])?;
         self.connect_to_switch(&namespace, &name, 1, 1)?;
-        ip_batch(Some(&namespace), &self.address_lines(rack_address(number), SEGMENT_PREFIX_LENGTH, DEVICE))?;
-        self.racks.push(namespace);
+        run_ip_batch(
+            Some(&namespace),
+            &self.address_commands(rack_controller_address(number), SEGMENT_PREFIX_LENGTH, HOST_DEVICE),
+        )?;
+        self.rack_controllers.push(namespace);
         Ok(())
     }
 
@@ -259,30 +263,33 @@ impl Testbed {
         }
         let name = load_balancer_name(number);
         let namespace = self.instance.namespace(&name);
-        make_namespaces(&[&namespace])?;
+        create_namespaces(&[&namespace])?;
         self.connect_to_switch(&namespace, &name, 1, 1)?;
-        let address = load_balancer_address(number);
-        let mut routes = self.route_to_servers();
+        let ipv4_address = load_balancer_address(number);
+        let mut server_subnet_routes = self.server_subnet_route_commands();
         if self.options.routes_answers_via_load_balancer {
-            routes += &self.route_lines(ROUTED_CLIENTS_PREFIX, ROUTER_ADDRESS);
+            server_subnet_routes += &self.route_commands(ROUTED_CLIENTS_PREFIX, ROUTER_ADDRESS);
         }
         if self.options.family == AddressFamily::Ipv6 {
             // Without an XDP program the kernel would route packets for VIPs (docs/deployment.md).
-            routes += &format!("route add blackhole {VIP_PREFIX_IPV6}\n");
+            server_subnet_routes += &format!("route add blackhole {IPV6_VIP_PREFIX}\n");
         }
-        ip_batch(Some(&namespace), &(self.address_lines(address, SEGMENT_PREFIX_LENGTH, DEVICE) + &routes))?;
+        run_ip_batch(
+            Some(&namespace),
+            &(self.address_commands(ipv4_address, SEGMENT_PREFIX_LENGTH, HOST_DEVICE) + &server_subnet_routes),
+        )?;
         if self.options.routes_answers_via_load_balancer {
             self.enable_forwarding(&namespace)?;
             namespace.set_sysctls(&[
                 ("ipv4/conf/all/send_redirects", "0"),
-                (&format!("ipv4/conf/{DEVICE}/send_redirects"), "0"),
+                (&format!("ipv4/conf/{HOST_DEVICE}/send_redirects"), "0"),
             ])?;
         }
         self.load_balancers.push(Some(namespace));
         rss_emulation::attach_xdp_pass(&self.switch, &name)?;
         // veth leaves checksums to a NIC; a packet that XDP_TX returns would have an incomplete checksum.
         self.set_offloads(&self.switch, &name, &["tx", "off"])?;
-        self.make_trunk(number, &name)?;
+        self.set_up_trunk_port(number, &name)?;
         Ok(number)
     }
 
@@ -291,9 +298,9 @@ impl Testbed {
     pub fn remove_load_balancer(&mut self, number: u16) -> anyhow::Result<()> {
         self.load_balancer(number)?;
         // A namespace's devices exist for some milliseconds after it; this device must be removed immediately.
-        ip_batch(Some(&self.switch), &format!("link delete {}\n", load_balancer_name(number)))?;
-        let removed = self.load_balancers[usize::from(number) - 1].take();
-        removed.expect("just found").remove()?;
+        run_ip_batch(Some(&self.switch), &format!("link delete {}\n", load_balancer_name(number)))?;
+        let removed_host = self.load_balancers[usize::from(number) - 1].take();
+        removed_host.expect("just found").remove()?;
         self.remove_load_balancer_pins(number)
     }
 
@@ -312,37 +319,42 @@ impl Testbed {
         if number > SERVERS_MAX {
             bail!("{number} servers in a testbed: expected at most {SERVERS_MAX}");
         }
-        let name = format!("s{number}");
-        let namespace = self.instance.namespace(&name);
-        make_namespaces(&[&namespace])?;
+        let server_name = format!("s{number}");
+        let namespace = self.instance.namespace(&server_name);
+        create_namespaces(&[&namespace])?;
         // Only the load balancer answers for the VIP: a server neither answers ARP for the VIP nor uses it as source.
         // For IPv6 the kernel does neither with an address of another device.
         namespace.set_sysctls(&[("ipv4/conf/all/arp_ignore", "1"), ("ipv4/conf/all/arp_announce", "2")])?;
         // One more queue: see rss_emulation.bpf.c, "Why + 2".
-        let port_queues = self.options.cores + 1;
+        let port_queue_count = self.options.cores + 1;
         if self.options.has_rings {
-            self.connect_to_switch(&namespace, &name, port_queues, port_queues)?;
-            self.set_up_rings(&namespace, &name)?;
+            self.connect_to_switch(&namespace, &server_name, port_queue_count, port_queue_count)?;
+            self.set_up_rings(&namespace, &server_name)?;
         } else {
-            self.connect_to_switch(&namespace, &name, self.options.cores, port_queues)?;
+            self.connect_to_switch(&namespace, &server_name, self.options.cores, port_queue_count)?;
         }
-        let mut addresses = self.server_ip_commands(server_address(number));
+        let mut ip_commands = self.server_ip_commands(server_address(number));
         for vip in self.vips() {
-            let prefix = if vip.is_ipv4() { "32" } else { "128 nodad" };
-            addresses += &format!("address add {vip}/{prefix} dev lo\n");
+            let prefix_length_and_flags = if vip.is_ipv4() { "32" } else { "128 nodad" };
+            ip_commands += &format!("address add {vip}/{prefix_length_and_flags} dev lo\n");
         }
-        ip_batch(Some(&namespace), &addresses)?;
+        run_ip_batch(Some(&namespace), &ip_commands)?;
         self.servers.push(Some(namespace));
-        rss_emulation::attach(&self.switch, &name, &self.emulated_rss_path(number), &self.default_nic_rss(number)?)?;
-        self.make_access_port(&name, self.server_vlan(number))?;
+        rss_emulation::attach_emulation(
+            &self.switch,
+            &server_name,
+            &self.emulated_rss_path(number),
+            &self.default_nic_rss(number)?,
+        )?;
+        self.set_up_access_port(&server_name, self.server_vlan(number))?;
         Ok(number)
     }
 
     /// Kills a server's processes and removes its host, like a power failure. Fails when the server does not exist.
     pub fn remove_server(&mut self, number: u16) -> anyhow::Result<()> {
         self.server(number)?;
-        let removed = self.servers[usize::from(number) - 1].take();
-        removed.expect("just found").remove()?;
+        let removed_host = self.servers[usize::from(number) - 1].take();
+        removed_host.expect("just found").remove()?;
         Ok(std::fs::remove_dir_all(self.server_pin_directory(number))?)
     }
 
@@ -357,17 +369,17 @@ impl Testbed {
     ) -> anyhow::Result<()> {
         self.enable_ipv6(host)?;
         let (host_name, switch) = (host.name(), self.switch.name());
-        ip_batch(
+        run_ip_batch(
             None,
             &format!(
-                "link add {DEVICE} netns {host_name} numrxqueues {queues} numtxqueues {queues} type veth \
+                "link add {HOST_DEVICE} netns {host_name} numrxqueues {queues} numtxqueues {queues} type veth \
                  peer name {port} netns {switch} numrxqueues {queues} numtxqueues {port_transmit_queues}\n"
             ),
         )?;
         let is_server = port.strip_prefix('s').is_some_and(|number| number.parse::<u16>().is_ok());
-        let bridge = if is_server { self.bridge_of_servers() } else { "br0" };
-        ip_batch(Some(&self.switch), &format!("link set {port} master {bridge} up\n"))?;
-        ip_batch(Some(host), &format!("link set lo up\nlink set {DEVICE} up\n"))
+        let bridge_name = if is_server { self.server_bridge_name() } else { "br0" };
+        run_ip_batch(Some(&self.switch), &format!("link set {port} master {bridge_name} up\n"))?;
+        run_ip_batch(Some(host), &format!("link set lo up\nlink set {HOST_DEVICE} up\n"))
     }
 
     /// Sets up the receive rings of [`TestbedOptions::has_rings`]. The backlog (net.core.netdev_max_backlog) has 1000
@@ -375,22 +387,23 @@ impl Testbed {
     /// TSO (veth_skb_is_eligible_for_gro() in drivers/net/veth.c).
     fn set_up_rings(&self, host: &Namespace, port: &str) -> anyhow::Result<()> {
         self.set_offloads(&self.switch, port, &["tso", "off"])?;
-        self.set_offloads(host, DEVICE, &["gro", "on"])
+        self.set_offloads(host, HOST_DEVICE, &["gro", "on"])
     }
 
     pub(crate) fn set_offloads(&self, namespace: &Namespace, device: &str, settings: &[&str]) -> anyhow::Result<()> {
         let mut ethtool = Command::new("ethtool");
         ethtool.args(["-K", device]).args(settings);
-        self.run(namespace, ethtool).map(drop)
+        self.run_command(namespace, ethtool).map(drop)
     }
 
     /// Returns the initial RSS settings of a NIC under Linux: a random key, and queue `i mod cores` in entry `i`
     /// (ethtool_rxfh_indir_default() in include/linux/ethtool.h).
     fn default_nic_rss(&self, number: u16) -> anyhow::Result<RssConfig> {
-        let cores = u32::from(self.options.cores);
-        let queues: Vec<u32> = (0..self.options.indirection_entries as u32).map(|entry| entry % cores).collect();
-        let key = RssKey::random(&mut seeded_rng(self.options.seed << 16 | u64::from(number), RNG_STREAM_NIC_KEY));
-        Ok(RssConfig { key, indirection_table: IndirectionTable::new(&queues)? })
+        let core_count = u32::from(self.options.cores);
+        let table_queues: Vec<u32> =
+            (0..self.options.indirection_entries as u32).map(|entry| entry % core_count).collect();
+        let rss_key = RssKey::random(&mut seeded_rng(self.options.seed << 16 | u64::from(number), RNG_STREAM_NIC_KEY));
+        Ok(RssConfig { key: rss_key, indirection_table: IndirectionTable::new(&table_queues)? })
     }
 
     pub fn options(&self) -> &TestbedOptions {
@@ -408,18 +421,18 @@ impl Testbed {
     }
 
     /// Returns the namespace of the router in front of the client, if the testbed has one.
-    pub fn router(&self) -> Option<&Namespace> {
+    pub fn client_router(&self) -> Option<&Namespace> {
         self.router.as_ref()
     }
 
     /// Returns the namespace of load balancer `number`, counted from 1. Fails when it does not exist or was removed.
     pub fn load_balancer(&self, number: u16) -> anyhow::Result<&Namespace> {
-        let load_balancer = host_by_number(&self.load_balancers, number);
-        load_balancer.with_context(|| format!("testbed {} has no load balancer {number}", self.instance.name()))
+        let load_balancer_host = host_by_number(&self.load_balancers, number);
+        load_balancer_host.with_context(|| format!("testbed {} has no load balancer {number}", self.instance.name()))
     }
 
     pub fn load_balancer_numbers(&self) -> Vec<u16> {
-        numbers(&self.load_balancers)
+        present_numbers(&self.load_balancers)
     }
 
     /// Returns the namespace of the controllers' host.
@@ -429,8 +442,9 @@ impl Testbed {
 
     /// Returns the namespace of rack controller `number`, counted from 1. Fails when it does not exist.
     pub fn rack(&self, number: u16) -> anyhow::Result<&Namespace> {
-        let rack = usize::from(number).checked_sub(1).and_then(|position| self.racks.get(position));
-        rack.with_context(|| format!("testbed {} has no rack {number}", self.instance.name()))
+        let rack_controller_host =
+            usize::from(number).checked_sub(1).and_then(|position| self.rack_controllers.get(position));
+        rack_controller_host.with_context(|| format!("testbed {} has no rack {number}", self.instance.name()))
     }
 
     pub fn switch(&self) -> &Namespace {
@@ -444,13 +458,13 @@ impl Testbed {
     }
 
     pub fn server_numbers(&self) -> Vec<u16> {
-        numbers(&self.servers)
+        present_numbers(&self.servers)
     }
 
     /// Returns the VIPs, all of which every server has.
     pub fn vips(&self) -> impl Iterator<Item = IpAddr> + use<> {
         let family = self.options.family;
-        (0..self.options.vips).map(move |index| family.vip(index))
+        (0..self.options.vip_count).map(move |index| family.vip(index))
     }
 
     /// Returns the address and port of the first service.
@@ -460,24 +474,24 @@ impl Testbed {
 
     /// Returns whether hosts have IPv6 addresses in addition to IPv4 addresses.
     fn has_ipv6(&self) -> bool {
-        self.options.family == AddressFamily::Ipv6 || self.options.routed_servers
+        self.options.family == AddressFamily::Ipv6 || self.options.has_server_router
     }
 
     /// Returns `ip` commands that add the addresses of a host to a device, with a prefix of length `length`.
-    pub(crate) fn address_lines(&self, address: Ipv4Addr, length: u8, device: &str) -> String {
-        let ipv4 = format!("address add {address}/{length} dev {device}\n");
+    pub(crate) fn address_commands(&self, address: Ipv4Addr, length: u8, device: &str) -> String {
+        let ipv4_command = format!("address add {address}/{length} dev {device}\n");
         match self.has_ipv6() {
-            false => ipv4,
-            true => ipv4 + &format!("address add {} dev {device} nodad\n", ipv6_prefix((address, length))),
+            false => ipv4_command,
+            true => ipv4_command + &format!("address add {} dev {device} nodad\n", ipv6_prefix((address, length))),
         }
     }
 
     /// Returns `ip` commands that add the route to a prefix via a router.
-    pub(crate) fn route_lines(&self, prefix: Prefix, router: Ipv4Addr) -> String {
-        let ipv4 = format!("route add {}/{} via {router}\n", prefix.0, prefix.1);
+    pub(crate) fn route_commands(&self, prefix: Ipv4Prefix, router: Ipv4Addr) -> String {
+        let ipv4_command = format!("route add {}/{} via {router}\n", prefix.0, prefix.1);
         match self.has_ipv6() {
-            false => ipv4,
-            true => ipv4 + &format!("route add {} via {}\n", ipv6_prefix(prefix), ipv6_address(router)),
+            false => ipv4_command,
+            true => ipv4_command + &format!("route add {} via {}\n", ipv6_prefix(prefix), ipv6_address(router)),
         }
     }
 
@@ -541,8 +555,8 @@ impl Testbed {
     /// Adds a route to the VIP via server 1 on a host. Fails when `ip` fails.
     pub fn route_vip_to_server_1(&self, host: &Namespace) -> anyhow::Result<()> {
         let mut ip = Command::new("ip");
-        ip.args(["route", "add", &format!("{VIP}/32"), "via", &server_address(1).to_string()]);
-        self.run(host, ip).map(drop)
+        ip.args(["route", "add", &format!("{FIRST_VIP}/32"), "via", &server_address(1).to_string()]);
+        self.run_command(host, ip).map(drop)
     }
 
     /// Starts a process on a host, which is killed as by [`Process::spawn`]. Fails when the program cannot be started.
@@ -551,8 +565,8 @@ impl Testbed {
     }
 
     /// Runs a program on a host to its end. Fails when it cannot be started or fails; the error contains its stderr.
-    pub fn run(&self, namespace: &Namespace, command: Command) -> anyhow::Result<Output> {
-        process::run(namespace, command)
+    pub fn run_command(&self, namespace: &Namespace, command: Command) -> anyhow::Result<Output> {
+        process::run_command(namespace, command)
     }
 }
 
@@ -560,14 +574,14 @@ fn host_by_number(hosts: &[Option<Namespace>], number: u16) -> Option<&Namespace
     hosts.get(usize::from(number).checked_sub(1)?)?.as_ref()
 }
 
-fn numbers(hosts: &[Option<Namespace>]) -> Vec<u16> {
+fn present_numbers(hosts: &[Option<Namespace>]) -> Vec<u16> {
     (1..).zip(hosts).filter_map(|(number, host)| host.as_ref().map(|_| number)).collect()
 }
 
 /// Creates namespaces without unsolicited packets: without IPv6, there are no neighbour or multicast messages.
-pub(crate) fn make_namespaces(namespaces: &[&Namespace]) -> anyhow::Result<()> {
+pub(crate) fn create_namespaces(namespaces: &[&Namespace]) -> anyhow::Result<()> {
     let commands: String = namespaces.iter().map(|namespace| format!("netns add {}\n", namespace.name())).collect();
-    ip_batch(None, &commands)?;
+    run_ip_batch(None, &commands)?;
     for namespace in namespaces {
         namespace.set_sysctls(&[
             ("ipv6/conf/all/disable_ipv6", "1"),

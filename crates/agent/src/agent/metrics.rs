@@ -31,21 +31,22 @@ impl Agent {
     /// Returns all current metrics, with the cores' busy time of the newest report. `more_warnings` are those about the
     /// connection to the controller.
     pub fn metrics(&self, more_warnings: &[String]) -> Snapshot {
-        let mut page = component::base_snapshot(Component::Agent);
-        let server = self.config.server.as_str();
-        page.add(&CONFIGURATION_GENERATION, [], self.confirmed_generation() as f64);
-        page.add(&AGENT_REPORTS_TOTAL, [], self.sequence as f64);
-        let open: u32 = self.connection_counter.newest().iter().flat_map(|counted| counted.services.values()).sum();
-        page.add(&AGENT_OPEN_CONNECTIONS, [], open.into());
-        page.add(&SERVER_WARNINGS, [server], self.all_warnings(more_warnings).len() as f64);
+        let mut snapshot = component::base_snapshot(Component::Agent);
+        let server_name = self.config.server.as_str();
+        snapshot.add(&CONFIGURATION_GENERATION, [], self.confirmed_generation() as f64);
+        snapshot.add(&AGENT_REPORTS_TOTAL, [], self.report_sequence_number as f64);
+        let open_connection_count: u32 =
+            self.connection_counter.newest().iter().flat_map(|counted| counted.services.values()).sum();
+        snapshot.add(&AGENT_OPEN_CONNECTIONS, [], open_connection_count.into());
+        snapshot.add(&SERVER_WARNINGS, [server_name], self.all_warnings(more_warnings).len() as f64);
         for (core, busy_ns) in self.core_busy_ns.iter().enumerate() {
-            page.add(&AGENT_CORE_BUSY_SECONDS_TOTAL, [&core.to_string()], *busy_ns as f64 / 1e9);
+            snapshot.add(&AGENT_CORE_BUSY_SECONDS_TOTAL, [&core.to_string()], *busy_ns as f64 / 1e9);
         }
-        let counters = counters_by_name(&self.programs.counters(), &self.steering).into_iter();
+        let counters = counters_by_name(&self.bpf_programs.counters(), &self.steering).into_iter();
         let counters: BTreeMap<String, u64> = counters.chain(self.decapsulator.counters()).collect();
-        component::add_server_counters(&mut page, server, self.rss_counters(), counters.iter());
-        let dispatched = self.dispatcher.as_ref().map(dispatch::service_reports).unwrap_or_default();
-        component::add_dispatch(&mut page, server, &dispatched);
-        page
+        component::add_server_counters(&mut snapshot, server_name, self.syn_queue_match_counts(), counters.iter());
+        let dispatched_services = self.dispatcher.as_ref().map(dispatch::service_reports).unwrap_or_default();
+        component::add_dispatch_counters(&mut snapshot, server_name, &dispatched_services);
+        snapshot
     }
 }

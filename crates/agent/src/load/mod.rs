@@ -14,7 +14,7 @@ pub trait LoadSource: Send {
     fn read(&mut self, busy_ns: &mut Vec<u64>) -> anyhow::Result<()>;
 
     /// Sets the CPU that serves each receive queue. Called about once a second.
-    fn refresh(&mut self, cpu_of_queue: &[usize]);
+    fn set_queue_cpus(&mut self, cpu_of_queue: &[usize]);
 
     /// Returns problems of the source, as text for `coreward status`.
     fn warnings(&self) -> Vec<String> {

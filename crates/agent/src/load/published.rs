@@ -9,26 +9,26 @@ use anyhow::{Context as _, ensure};
 use super::LoadSource;
 
 /// Maximum size of the load file in bytes: one busy time for each of as many cores as a report may have.
-const MAX_BYTES: usize = coreward_intf::MAX_CPUS as usize * 8;
+const MAX_FILE_BYTES: usize = coreward_intf::MAX_CPUS as usize * 8;
 
 #[derive(Debug)]
-pub struct PublishedLoad {
-    path: PathBuf,
+pub struct PublishedLoadFile {
+    load_file_path: PathBuf,
     open_file: Option<File>,
 }
 
-impl PublishedLoad {
+impl PublishedLoadFile {
     /// Returns a source that reads busy times from the file at `load_file_path`, which may be created later.
-    pub fn new(path: PathBuf) -> Self {
-        Self { path, open_file: None }
+    pub fn new(load_file_path: PathBuf) -> Self {
+        Self { load_file_path, open_file: None }
     }
 
-    fn try_read(&mut self, busy_ns: &mut Vec<u64>) -> anyhow::Result<()> {
+    fn try_append_busy_times(&mut self, busy_ns: &mut Vec<u64>) -> anyhow::Result<()> {
         let file = match &self.open_file {
             Some(file) => file,
-            None => self.open_file.insert(File::open(&self.path)?),
+            None => self.open_file.insert(File::open(&self.load_file_path)?),
         };
-        let mut bytes = [0; MAX_BYTES];
+        let mut bytes = [0; MAX_FILE_BYTES];
         let length = file.read_at(&mut bytes, 0)?;
         ensure!(length > 0 && length.is_multiple_of(8), "the file has {length} bytes: expected 8 per core");
         busy_ns.extend(bytes[..length].chunks_exact(8).map(|core| u64::from_le_bytes(core.try_into().expect("eight"))));
@@ -36,13 +36,13 @@ impl PublishedLoad {
     }
 }
 
-impl LoadSource for PublishedLoad {
+impl LoadSource for PublishedLoadFile {
     fn read(&mut self, busy_ns: &mut Vec<u64>) -> anyhow::Result<()> {
-        self.try_read(busy_ns).with_context(|| self.path.display().to_string())
+        self.try_append_busy_times(busy_ns).with_context(|| self.load_file_path.display().to_string())
     }
 
     /// Opens the file again: a restarted server creates a new one under the same name.
-    fn refresh(&mut self, _cpu_of_queue: &[usize]) {
+    fn set_queue_cpus(&mut self, _cpu_of_queue: &[usize]) {
         self.open_file = None;
     }
 }
@@ -52,20 +52,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn published_load_is_one_number_per_core_of_the_newest_file() {
+    fn published_load_has_one_number_per_core_and_follows_a_new_file() {
         let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("busy");
-        let mut load = PublishedLoad::new(path.clone());
+        let load_file_path = directory.path().join("busy");
+        let mut load_source = PublishedLoadFile::new(load_file_path.clone());
         let mut busy_ns = vec![];
-        let error = load.read(&mut busy_ns).unwrap_err();
+        let error = load_source.read(&mut busy_ns).unwrap_err();
         assert!(format!("{error:#}").contains("busy: No such file"), "{error:#}");
-        std::fs::write(&path, [1u64.to_le_bytes(), 2u64.to_le_bytes()].concat()).unwrap();
-        load.read(&mut busy_ns).unwrap();
+        std::fs::write(&load_file_path, [1u64.to_le_bytes(), 2u64.to_le_bytes()].concat()).unwrap();
+        load_source.read(&mut busy_ns).unwrap();
         assert_eq!(busy_ns, [1, 2]);
-        std::fs::remove_file(&path).unwrap();
-        std::fs::write(&path, [7; 9]).unwrap();
-        load.refresh(&[0, 1]);
-        let error = load.read(&mut busy_ns).unwrap_err();
+        std::fs::remove_file(&load_file_path).unwrap();
+        std::fs::write(&load_file_path, [7; 9]).unwrap();
+        load_source.set_queue_cpus(&[0, 1]);
+        let error = load_source.read(&mut busy_ns).unwrap_err();
         assert!(format!("{error:#}").ends_with("the file has 9 bytes: expected 8 per core"), "{error:#}");
     }
 }

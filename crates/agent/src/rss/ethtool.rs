@@ -21,27 +21,27 @@ const ETHTOOL_GRSSH: u32 = 0x46;
 const ETHTOOL_SRSSH: u32 = 0x47;
 
 /// Flags of the hashed fields: source and destination IP address, first and second half of the ports.
-const RXH_FOUR_TUPLE: u64 = 1 << 4 | 1 << 5 | 1 << 6 | 1 << 7;
+const RXH_ADDRESSES_AND_PORTS: u64 = 1 << 4 | 1 << 5 | 1 << 6 | 1 << 7;
 const ETH_RSS_HASH_TOP: u8 = 1;
 /// Value of the hash function that leaves it unchanged.
-const HASH_FUNCTION_NO_CHANGE: u8 = 0;
+const ETH_RSS_HASH_NO_CHANGE: u8 = 0;
 const ETH_RXFH_INDIR_NO_CHANGE: u32 = 0xffff_ffff;
 const ETH_RXFH_INDIR_DEFAULT: u32 = 0;
 
 /// Length of `struct ethtool_rxfh` without its data, in 32-bit words: cmd, rss_context, indir_size, key_size, (hfunc,
 /// input_xfrm, 2 reserved), reserved.
 const RXFH_WORDS: usize = 6;
-const RXFH_INDIR_SIZE: usize = 2;
-const RXFH_KEY_SIZE: usize = 3;
-const RXFH_FUNCTION: usize = 4;
+const RXFH_INDIR_SIZE_INDEX: usize = 2;
+const RXFH_KEY_SIZE_INDEX: usize = 3;
+const RXFH_FUNCTION_INDEX: usize = 4;
 /// Number of words for `struct ethtool_rxnfc`, longer than these requests: the kernel may copy all of it back.
 const RXNFC_WORDS: usize = 64;
 /// Word index of `rule_cnt` in `struct ethtool_rxnfc`: after cmd, flow_type, data (8 bytes) and fs (168 bytes).
-const RXNFC_RULE_COUNT: usize = (4 + 4 + 8 + 168) / 4;
+const RXNFC_RULE_COUNT_INDEX: usize = (4 + 4 + 8 + 168) / 4;
 
 /// File with the key of drivers that show none: the first bytes of netdev_rss_key_fill() (net/core/dev.c).
 const NETDEV_RSS_KEY_PATH: &str = "/proc/sys/net/core/netdev_rss_key";
-const HOST_KEY_BYTES: usize = 40;
+const NETDEV_RSS_KEY_BYTES: usize = 40;
 
 /// Makes one ethtool request: `request` holds the command as 32-bit words, and receives the answer.
 fn ethtool_request(interface: &str, request: &mut [u32]) -> io::Result<()> {
@@ -58,14 +58,14 @@ fn read_rxnfc_data(interface: &str, command: u32, flow_type: u32) -> io::Result<
     Ok(u64::from(request[2]) | u64::from(request[3]) << 32)
 }
 
-pub fn driver(interface: &str) -> io::Result<String> {
+pub fn driver_name(interface: &str) -> io::Result<String> {
     // struct ethtool_drvinfo: cmd, then the name in 32 bytes, then 160 bytes more.
     let mut request = [0; 49];
     request[0] = ETHTOOL_GDRVINFO;
     ethtool_request(interface, &mut request)?;
-    let name: Vec<u8> =
+    let driver_name: Vec<u8> =
         request[1..9].iter().flat_map(|word| word.to_ne_bytes()).take_while(|byte| *byte != 0).collect();
-    Ok(String::from_utf8_lossy(&name).into_owned())
+    Ok(String::from_utf8_lossy(&driver_name).into_owned())
 }
 
 /// Returns whether the device merges received packets in hardware (LRO).
@@ -82,11 +82,11 @@ pub fn strips_vlan_tags(interface: &str) -> io::Result<bool> {
 pub fn private_flag(interface: &str, name: &str) -> Option<bool> {
     const ETH_SS_PRIV_FLAGS: u32 = 2;
     // Flags are bits of one word.
-    let names = ethtool::strings(interface, ETH_SS_PRIV_FLAGS, u32::BITS).ok()?;
-    let position = names.iter().position(|flag| flag == name)?;
-    let mut flags = [ETHTOOL_GPFLAGS, 0];
-    ethtool_request(interface, &mut flags).ok()?;
-    Some(flags[1] >> position & 1 != 0)
+    let flag_names = ethtool::string_set(interface, ETH_SS_PRIV_FLAGS, u32::BITS).ok()?;
+    let flag_index = flag_names.iter().position(|flag| flag == name)?;
+    let mut flags_request = [ETHTOOL_GPFLAGS, 0];
+    ethtool_request(interface, &mut flags_request).ok()?;
+    Some(flags_request[1] >> flag_index & 1 != 0)
 }
 
 /// Flow type, as in `ethtool -N DEVICE rx-flow-hash`.
@@ -121,7 +121,7 @@ impl FlowType {
     }
 
     /// Returns the kernel's number of the flow type: TCP_V4_FLOW, UDP_V4_FLOW, TCP_V6_FLOW or UDP_V6_FLOW.
-    fn number(self) -> u32 {
+    fn kernel_number(self) -> u32 {
         match self {
             Self::Tcp4 => 1,
             Self::Udp4 => 2,
@@ -133,30 +133,31 @@ impl FlowType {
 
 /// Returns whether the ports of such packets are hashed, too, or `None` if the driver does not report it.
 pub fn hashes_ports(interface: &str, flow_type: FlowType) -> Option<bool> {
-    hash_fields(interface, flow_type).ok().map(|fields| fields & RXH_FOUR_TUPLE == RXH_FOUR_TUPLE)
+    hash_fields(interface, flow_type).ok().map(|fields| fields & RXH_ADDRESSES_AND_PORTS == RXH_ADDRESSES_AND_PORTS)
 }
 
 fn hash_fields(interface: &str, flow_type: FlowType) -> io::Result<u64> {
-    read_rxnfc_data(interface, ETHTOOL_GRXFH, flow_type.number())
+    read_rxnfc_data(interface, ETHTOOL_GRXFH, flow_type.kernel_number())
 }
 
 /// Returns whether the driver accepts flow rules (ntuple), and the number of its rules.
 pub fn ntuple_and_rule_count(interface: &str) -> (bool, u64) {
-    let ntuple = ethtool::flags(interface).is_ok_and(|flags| flags & ETH_FLAG_NTUPLE != 0);
-    let mut rules = [0; RXNFC_WORDS];
-    rules[0] = ETHTOOL_GRXCLSRLCNT;
-    let count = ethtool_request(interface, &mut rules).map_or(0, |()| u64::from(rules[RXNFC_RULE_COUNT]));
-    (ntuple, count)
+    let is_ntuple_on = ethtool::flags(interface).is_ok_and(|flags| flags & ETH_FLAG_NTUPLE != 0);
+    let mut rule_count_request = [0; RXNFC_WORDS];
+    rule_count_request[0] = ETHTOOL_GRXCLSRLCNT;
+    let rule_count = ethtool_request(interface, &mut rule_count_request)
+        .map_or(0, |()| u64::from(rule_count_request[RXNFC_RULE_COUNT_INDEX]));
+    (is_ntuple_on, rule_count)
 }
 
 /// Returns the first bytes of the kernel's default RSS key, which drivers without a readable key use.
 fn netdev_rss_key() -> Result<Vec<u8>, RssError> {
-    let failed = |source| RssError::Io { operation: NETDEV_RSS_KEY_PATH.to_owned(), source };
-    let text = fs::read_to_string(NETDEV_RSS_KEY_PATH).map_err(failed)?;
-    let bytes: Result<Vec<u8>, _> = text.trim().split(':').map(|byte| u8::from_str_radix(byte, 16)).collect();
-    let mut bytes = bytes.map_err(|error| failed(io::Error::other(error)))?;
-    bytes.truncate(HOST_KEY_BYTES);
-    Ok(bytes)
+    let io_error = |source| RssError::Io { operation: NETDEV_RSS_KEY_PATH.to_owned(), source };
+    let text = fs::read_to_string(NETDEV_RSS_KEY_PATH).map_err(io_error)?;
+    let key_bytes: Result<Vec<u8>, _> = text.trim().split(':').map(|byte| u8::from_str_radix(byte, 16)).collect();
+    let mut key_bytes = key_bytes.map_err(|error| io_error(io::Error::other(error)))?;
+    key_bytes.truncate(NETDEV_RSS_KEY_BYTES);
+    Ok(key_bytes)
 }
 
 /// NIC whose RSS settings are read and set by ethtool.
@@ -166,9 +167,9 @@ pub struct EthtoolRss {
 }
 
 /// Decoded reply of the driver to ETHTOOL_GRSSH.
-struct Rxfh {
+struct RxfhReply {
     settings: RssSettings,
-    function: u8,
+    hash_function: u8,
 }
 
 impl EthtoolRss {
@@ -183,75 +184,79 @@ impl EthtoolRss {
         RssError::Io { operation: format!("{}: {what}", self.interface), source }
     }
 
-    fn rxfh(&self) -> Result<Rxfh, RssError> {
-        let failed = |error| self.ioctl_error("ETHTOOL_GRSSH", error);
-        let mut sizes = [ETHTOOL_GRSSH, 0, 0, 0, 0, 0];
-        ethtool_request(&self.interface, &mut sizes).map_err(failed)?;
-        let (entries, key_bytes) = (sizes[RXFH_INDIR_SIZE] as usize, sizes[RXFH_KEY_SIZE] as usize);
+    fn read_rxfh(&self) -> Result<RxfhReply, RssError> {
+        let to_rss_error = |error| self.ioctl_error("ETHTOOL_GRSSH", error);
+        let mut sizes_request = [ETHTOOL_GRSSH, 0, 0, 0, 0, 0];
+        ethtool_request(&self.interface, &mut sizes_request).map_err(to_rss_error)?;
+        let (entries, key_bytes) =
+            (sizes_request[RXFH_INDIR_SIZE_INDEX] as usize, sizes_request[RXFH_KEY_SIZE_INDEX] as usize);
         if entries == 0 {
             return Err(RssError::Unsupported(self.interface.clone()));
         }
         let mut request = vec![0; RXFH_WORDS + entries + key_bytes.div_ceil(4)];
-        request[..RXFH_WORDS].copy_from_slice(&sizes);
-        ethtool_request(&self.interface, &mut request).map_err(failed)?;
-        let [function, input_transform, ..] = request[RXFH_FUNCTION].to_ne_bytes();
+        request[..RXFH_WORDS].copy_from_slice(&sizes_request);
+        ethtool_request(&self.interface, &mut request).map_err(to_rss_error)?;
+        let [function, input_transform, ..] = request[RXFH_FUNCTION_INDEX].to_ne_bytes();
         let (table, key) = request[RXFH_WORDS..].split_at(entries);
         let key: Vec<u8> = key.iter().flat_map(|word| word.to_ne_bytes()).take(key_bytes).collect();
         let key = (!key.is_empty()).then_some(key);
-        Ok(Rxfh { settings: RssSettings { key, indirection_table: table.to_vec(), input_transform }, function })
+        Ok(RxfhReply {
+            settings: RssSettings { key, indirection_table: table.to_vec(), input_transform },
+            hash_function: function,
+        })
     }
 
-    fn other_hash(&self, found: &str) -> RssError {
+    fn other_hash_error(&self, found: &str) -> RssError {
         RssError::OtherHash { interface: self.interface.clone(), found: found.to_owned() }
     }
 }
 
 impl RssDevice for EthtoolRss {
-    fn source(&self) -> &'static str {
+    fn settings_source(&self) -> &'static str {
         "ethtool"
     }
 
-    fn interface(&self) -> &str {
+    fn interface_name(&self) -> &str {
         &self.interface
     }
 
-    fn receive_queues(&self) -> u16 {
-        let rings =
+    fn receive_queue_count(&self) -> u16 {
+        let ring_count =
             read_rxnfc_data(&self.interface, ETHTOOL_GRXRINGS, 0).ok().and_then(|rings| u16::try_from(rings).ok());
-        rings.or_else(|| receive_queue_count(&self.interface).ok()).unwrap_or(1).max(1)
+        ring_count.or_else(|| receive_queue_count(&self.interface).ok()).unwrap_or(1).max(1)
     }
 
-    fn settings(&self) -> Result<RssSettings, RssError> {
-        self.rxfh().map(|rxfh| rxfh.settings)
+    fn unchecked_settings(&self) -> Result<RssSettings, RssError> {
+        self.read_rxfh().map(|rxfh| rxfh.settings)
     }
 
     fn read(&self) -> Result<RssConfig, RssError> {
-        let rxfh = self.rxfh()?;
+        let rxfh_reply = self.read_rxfh()?;
         // 0: the driver reports no hash function; such drivers have only Toeplitz (igb).
-        if rxfh.function != 0 && rxfh.function != ETH_RSS_HASH_TOP {
-            return Err(self.other_hash(&format!("hash function {:#x} (`ethtool -x`)", rxfh.function)));
+        if rxfh_reply.hash_function != 0 && rxfh_reply.hash_function != ETH_RSS_HASH_TOP {
+            return Err(self.other_hash_error(&format!("hash function {:#x} (`ethtool -x`)", rxfh_reply.hash_function)));
         }
         // Drivers that do not answer hash TCP by its ports.
         if let Ok(fields) = hash_fields(&self.interface, FlowType::Tcp4)
-            && fields & RXH_FOUR_TUPLE != RXH_FOUR_TUPLE
+            && fields & RXH_ADDRESSES_AND_PORTS != RXH_ADDRESSES_AND_PORTS
         {
-            return Err(self.other_hash(&format!(
+            return Err(self.other_hash_error(&format!(
                 "fields {fields:#x} of TCP (`ethtool -n {} rx-flow-hash tcp4`)",
                 self.interface
             )));
         }
-        let fallback = if rxfh.settings.key.is_none() { netdev_rss_key()? } else { Vec::new() };
-        rxfh.settings.validate(&self.interface, &fallback)
+        let fallback_key = if rxfh_reply.settings.key.is_none() { netdev_rss_key()? } else { Vec::new() };
+        rxfh_reply.settings.into_config(&self.interface, &fallback_key)
     }
 
-    fn table_entries(&self) -> Result<usize, RssError> {
-        self.rxfh().map(|rxfh| rxfh.settings.indirection_table.len())
+    fn table_entry_count(&self) -> Result<usize, RssError> {
+        self.read_rxfh().map(|rxfh| rxfh.settings.indirection_table.len())
     }
 
     fn write(&mut self, settings: &RssSettings) -> Result<(), RssError> {
-        let accepts_key = self.rxfh()?.settings.key.map(|key| key.len());
+        let accepted_key_length = self.read_rxfh()?.settings.key.map(|key| key.len());
         // A NIC with a longer key gets trailing zeros: an IPv4 hash uses the first 16 bytes, an IPv6 hash 40.
-        let key = match (accepts_key, &settings.key) {
+        let key = match (accepted_key_length, &settings.key) {
             (Some(length), Some(key)) => {
                 let mut key = key.clone();
                 key.resize(length, 0);
@@ -259,31 +264,34 @@ impl RssDevice for EthtoolRss {
             }
             _ => vec![],
         };
-        let failed = |error| self.ioctl_error("ETHTOOL_SRSSH", error);
-        let queues = u32::from(self.receive_queues());
+        let to_rss_error = |error| self.ioctl_error("ETHTOOL_SRSSH", error);
+        let queue_count = u32::from(self.receive_queue_count());
         // Sent in each request: kernels from 6.8 on switch the transform off without it. Older ones report 0, and
         // accept nothing else.
-        let input = u32::from_ne_bytes([HASH_FUNCTION_NO_CHANGE, settings.input_transform, 0, 0]);
+        let input_transform_word = u32::from_ne_bytes([ETH_RSS_HASH_NO_CHANGE, settings.input_transform, 0, 0]);
         let mut table = &settings.indirection_table[..];
         // ethtool_rxfh_indir_default(): set as default, the table lets the number of queues change (`ethtool -L`). It
         // has its own request: after an empty table, kernel 6.1 and later ones read the key at different offsets.
-        if !table.is_empty() && table.iter().zip(0..).all(|(queue, entry)| *queue == entry % queues) {
-            ethtool_request(&self.interface, &mut [ETHTOOL_SRSSH, 0, ETH_RXFH_INDIR_DEFAULT, 0, input, 0])
-                .map_err(failed)?;
+        if !table.is_empty() && table.iter().zip(0..).all(|(queue, entry)| *queue == entry % queue_count) {
+            ethtool_request(
+                &self.interface,
+                &mut [ETHTOOL_SRSSH, 0, ETH_RXFH_INDIR_DEFAULT, 0, input_transform_word, 0],
+            )
+            .map_err(to_rss_error)?;
             table = &[];
         }
         if table.is_empty() && key.is_empty() {
             return Ok(());
         }
-        let entries = if table.is_empty() { ETH_RXFH_INDIR_NO_CHANGE } else { table.len() as u32 };
-        let mut request = vec![ETHTOOL_SRSSH, 0, entries, key.len() as u32, input, 0];
+        let entry_count = if table.is_empty() { ETH_RXFH_INDIR_NO_CHANGE } else { table.len() as u32 };
+        let mut request = vec![ETHTOOL_SRSSH, 0, entry_count, key.len() as u32, input_transform_word, 0];
         request.extend(table);
         request.extend(key.chunks(4).map(|chunk| {
-            let mut word = [0; 4];
-            word[..chunk.len()].copy_from_slice(chunk);
-            u32::from_ne_bytes(word)
+            let mut key_word = [0; 4];
+            key_word[..chunk.len()].copy_from_slice(chunk);
+            u32::from_ne_bytes(key_word)
         }));
-        ethtool_request(&self.interface, &mut request).map_err(failed)
+        ethtool_request(&self.interface, &mut request).map_err(to_rss_error)
     }
 }
 
@@ -292,21 +300,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn device_without_rss_is_named() {
+    fn error_names_the_device_without_rss() {
         let error = EthtoolRss::new("lo").read().unwrap_err();
         assert_eq!(error.to_string(), "lo has no RSS indirection table that ethtool shows");
         let error = EthtoolRss::new("nonexistent0").read().unwrap_err();
         assert!(error.to_string().starts_with("nonexistent0: ETHTOOL_GRSSH: No such device"), "{error}");
-        assert_eq!(EthtoolRss::new("lo").receive_queues(), 1);
+        assert_eq!(EthtoolRss::new("lo").receive_queue_count(), 1);
         assert!(receive_queue_count("a-name-that-is-too-long").is_err());
-        assert!(driver("nonexistent0").is_err() && hashes_ports("lo", FlowType::Udp6).is_none());
+        assert!(driver_name("nonexistent0").is_err() && hashes_ports("lo", FlowType::Udp6).is_none());
         assert_eq!((strips_vlan_tags("lo").ok(), private_flag("lo", "flow-director-atr")), (Some(false), None));
     }
 
     #[test]
-    fn host_rss_key_has_40_bytes() {
+    fn netdev_rss_key_has_40_bytes() {
         match netdev_rss_key() {
-            Ok(key) => assert_eq!(key.len(), HOST_KEY_BYTES),
+            Ok(key) => assert_eq!(key.len(), NETDEV_RSS_KEY_BYTES),
             Err(error) => assert!(error.to_string().starts_with(NETDEV_RSS_KEY_PATH), "{error}"),
         }
     }

@@ -8,67 +8,77 @@ use coreward_model::FourTuple;
 use coreward_model::rss::{InputTransform, RssConfig};
 use coreward_model::tuple::address_from_words;
 
-use super::rss_verifier::{RssVerifier, Verdict};
+use super::rss_verifier::{RssVerdict, RssVerifier};
 
 /// Search for the input transform that explains the receive queues of the sampled packets.
 #[derive(Debug, Default)]
 pub struct TransformSearch {
-    candidates: Vec<Candidate>,
+    transform_candidates: Vec<TransformCandidate>,
     /// Sequence number of the newest sample that was evaluated.
-    last_sample: u32,
+    last_sample_number: u32,
 }
 
 /// Candidate transform, and the verifier of its predictions.
 #[derive(Debug)]
-struct Candidate {
-    input: InputTransform,
+struct TransformCandidate {
+    input_transform: InputTransform,
     verifier: RssVerifier,
-    matched: u64,
-    mismatched: u64,
+    matched_count: u64,
+    mismatched_count: u64,
 }
 
 impl TransformSearch {
     /// Restarts the search after a change of the table, ignoring samples up to `last_sample_number`.
-    pub fn restart(&mut self, last_sample: u32) {
-        *self = Self { candidates: Vec::new(), last_sample };
+    pub fn restart(&mut self, last_sample_number: u32) {
+        *self = Self { transform_candidates: Vec::new(), last_sample_number };
     }
 
-    pub fn last_sample(&self) -> u32 {
-        self.last_sample
+    pub fn last_sample_number(&self) -> u32 {
+        self.last_sample_number
     }
 
     /// Evaluates samples that are newer than [`last_sample_number`](Self::last_sample_number). Returns the transform
     /// that explains their queues, if `rss` has another one.
-    pub fn observe(&mut self, rss: &RssConfig, samples: &[intf::rss_sample]) -> Option<InputTransform> {
-        if self.candidates.is_empty() {
-            let others = InputTransform::ALL.into_iter().filter(|input| *input != rss.key.input_transform());
-            let candidate = |input| Candidate { input, verifier: RssVerifier::default(), matched: 0, mismatched: 0 };
-            self.candidates = others.map(candidate).collect();
+    pub fn observe_samples(&mut self, rss: &RssConfig, samples: &[intf::rss_sample]) -> Option<InputTransform> {
+        if self.transform_candidates.is_empty() {
+            let other_transforms = InputTransform::ALL.into_iter().filter(|input| *input != rss.key.input_transform());
+            let new_candidate = |input| TransformCandidate {
+                input_transform: input,
+                verifier: RssVerifier::default(),
+                matched_count: 0,
+                mismatched_count: 0,
+            };
+            self.transform_candidates = other_transforms.map(new_candidate).collect();
         }
-        self.last_sample = samples.iter().map(|sample| sample.sequence).max().unwrap_or(self.last_sample);
-        let found = self.candidates.iter_mut().filter_map(|candidate| candidate.observe(rss, samples));
-        let found: Vec<InputTransform> = found.collect();
+        self.last_sample_number = samples.iter().map(|sample| sample.sequence).max().unwrap_or(self.last_sample_number);
+        let explaining_transforms =
+            self.transform_candidates.iter_mut().filter_map(|candidate| candidate.observe_samples(rss, samples));
+        let explaining_transforms: Vec<InputTransform> = explaining_transforms.collect();
         // If two transforms match, neither is proven.
-        if let [only] = found[..] { Some(only) } else { None }
+        if let [only] = explaining_transforms[..] { Some(only) } else { None }
     }
 }
 
-impl Candidate {
-    fn observe(&mut self, rss: &RssConfig, samples: &[intf::rss_sample]) -> Option<InputTransform> {
-        let key = rss.key.with_input(self.input);
+impl TransformCandidate {
+    fn observe_samples(&mut self, rss: &RssConfig, samples: &[intf::rss_sample]) -> Option<InputTransform> {
+        let transformed_key = rss.key.with_input_transform(self.input_transform);
         for sample in samples {
-            let Some(tuple) = tuple(sample) else { continue };
-            let queue = rss.indirection_table.queue(key.toeplitz(&tuple.bytes()));
-            let count = if queue == sample.actual_queue { &mut self.matched } else { &mut self.mismatched };
-            *count += 1;
+            let Some(tuple) = sample_four_tuple(sample) else { continue };
+            let predicted_queue = rss.indirection_table.queue_of_hash(transformed_key.toeplitz_hash(&tuple.bytes()));
+            let match_count = if predicted_queue == sample.actual_queue {
+                &mut self.matched_count
+            } else {
+                &mut self.mismatched_count
+            };
+            *match_count += 1;
         }
-        let verdict = self.verifier.observe(&rss.indirection_table, self.matched, self.mismatched);
-        (verdict == Verdict::InForce).then_some(self.input)
+        let verdict = self.verifier.observe_counts(&rss.indirection_table, self.matched_count, self.mismatched_count);
+        (verdict == RssVerdict::InForce).then_some(self.input_transform)
     }
 }
 
 /// Returns the addresses and ports of a sample, or `None` if a newer sample is overwriting it.
-fn tuple(sample: &intf::rss_sample) -> Option<FourTuple> {
+fn sample_four_tuple(sample: &intf::rss_sample) -> Option<FourTuple> {
     let source = SocketAddr::new(address_from_words(sample.source_address), u16::from_be(sample.source_port));
     let destination =
         SocketAddr::new(address_from_words(sample.destination_address), u16::from_be(sample.destination_port));
@@ -84,18 +94,21 @@ mod tests {
 
     use super::*;
 
-    fn rss() -> RssConfig {
+    fn rss_config() -> RssConfig {
         RssConfig { key: RssKey::microsoft(), indirection_table: IndirectionTable::balanced(1, 128, 4).unwrap() }
     }
 
     /// Returns samples of SYNs from many clients, on the queues of a NIC that hashes by `input`.
-    fn delivered(input: Option<InputTransform>, sequences: std::ops::Range<u32>) -> Vec<intf::rss_sample> {
-        let sample = |sequence: u32| {
+    fn syn_samples(input: Option<InputTransform>, sequences: std::ops::Range<u32>) -> Vec<intf::rss_sample> {
+        let new_sample = |sequence: u32| {
             let (client, vip): (IpAddr, IpAddr) = if sequence.is_multiple_of(2) {
                 (Ipv4Addr::from(0x0a01_0000 | sequence).into(), Ipv4Addr::new(10, 200, 0, 1).into())
             } else {
-                let prefix = 0x2001_0db8_u128 << 96;
-                (Ipv6Addr::from(prefix | u128::from(sequence)).into(), Ipv6Addr::from(prefix | 1 << 64).into())
+                let ipv6_prefix = 0x2001_0db8_u128 << 96;
+                (
+                    Ipv6Addr::from(ipv6_prefix | u128::from(sequence)).into(),
+                    Ipv6Addr::from(ipv6_prefix | 1 << 64).into(),
+                )
             };
             let mut sample = intf::rss_sample {
                 source_address: address_words(client),
@@ -105,33 +118,43 @@ mod tests {
                 sequence,
                 ..Default::default()
             };
-            let queue = |input| {
-                rss().indirection_table.queue(rss().key.with_input(input).toeplitz(&tuple(&sample).unwrap().bytes()))
+            let predicted_queue = |input| {
+                rss_config().indirection_table.queue_of_hash(
+                    rss_config()
+                        .key
+                        .with_input_transform(input)
+                        .toeplitz_hash(&sample_four_tuple(&sample).unwrap().bytes()),
+                )
             };
-            sample.actual_queue = input.map_or(sequence as u16 % 4, queue);
+            sample.actual_queue = input.map_or(sequence as u16 % 4, predicted_queue);
             sample
         };
-        sequences.map(sample).collect()
+        sequences.map(new_sample).collect()
     }
 
     #[test]
-    fn each_input_transform_is_recognised_and_chance_is_not() {
+    fn chance_match_is_not_taken_for_an_input_transform() {
         for input in [InputTransform::SymmetricXor, InputTransform::SymmetricOrXor] {
             let mut search = TransformSearch::default();
-            assert_eq!(search.observe(&rss(), &delivered(Some(input), 1..5)), None, "too few");
-            assert_eq!(search.observe(&rss(), &delivered(Some(input), 5..100)), Some(input));
-            assert_eq!(search.last_sample(), 99);
+            assert_eq!(search.observe_samples(&rss_config(), &syn_samples(Some(input), 1..5)), None, "too few");
+            assert_eq!(search.observe_samples(&rss_config(), &syn_samples(Some(input), 5..100)), Some(input));
+            assert_eq!(search.last_sample_number(), 99);
         }
         let mut search = TransformSearch::default();
-        assert_eq!(search.observe(&rss(), &delivered(None, 1..200)), None);
-        assert_eq!(search.observe(&rss(), &delivered(Some(InputTransform::None), 200..400)), None, "as it is shown");
+        assert_eq!(search.observe_samples(&rss_config(), &syn_samples(None, 1..200)), None);
+        assert_eq!(
+            search.observe_samples(&rss_config(), &syn_samples(Some(InputTransform::None), 200..400)),
+            None,
+            "as it is shown"
+        );
     }
 
     #[test]
-    fn switched_off_input_transform_is_recognised() {
-        let symmetric = RssConfig { key: rss().key.with_input(InputTransform::SymmetricOrXor), ..rss() };
+    fn input_transform_switched_off_in_the_nic_is_recognised() {
+        let symmetric_config =
+            RssConfig { key: rss_config().key.with_input_transform(InputTransform::SymmetricOrXor), ..rss_config() };
         let mut search = TransformSearch::default();
-        let plain = delivered(Some(InputTransform::None), 1..100);
-        assert_eq!(search.observe(&symmetric, &plain), Some(InputTransform::None));
+        let untransformed_samples = syn_samples(Some(InputTransform::None), 1..100);
+        assert_eq!(search.observe_samples(&symmetric_config, &untransformed_samples), Some(InputTransform::None));
     }
 }

@@ -9,77 +9,77 @@ use crate::saved_settings::SettingsStore;
 /// RSS settings that the fleet requires of this server's NIC.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DesiredRss {
-    pub key: RssKey,
+    pub rss_key: RssKey,
     /// Id of this server, which is the seed of the balanced indirection table.
-    pub server_id: ServerId,
+    pub table_seed: ServerId,
 }
 
 pub struct RssManager {
-    device: Box<dyn RssDevice>,
+    rss_device: Box<dyn RssDevice>,
     /// Settings to apply, or `None` if the NIC's settings are only read.
-    desired: Option<DesiredRss>,
+    desired_rss: Option<DesiredRss>,
     known_rss: Option<RssConfig>,
     /// Input transform that the sampled packets show, if the driver reports another one.
-    observed_input: Option<InputTransform>,
+    observed_transform: Option<InputTransform>,
     receive_queues: u16,
-    generation: u64,
-    problem: Option<String>,
+    change_count: u64,
+    rss_problem: Option<String>,
 }
 
 impl RssManager {
-    pub fn new(device: Box<dyn RssDevice>) -> Self {
+    pub fn new(rss_device: Box<dyn RssDevice>) -> Self {
         let mut manager = Self {
-            device,
-            desired: None,
+            rss_device,
+            desired_rss: None,
             known_rss: None,
-            observed_input: None,
+            observed_transform: None,
             receive_queues: 0,
-            generation: 0,
-            problem: None,
+            change_count: 0,
+            rss_problem: None,
         };
-        manager.refresh();
+        manager.reread_settings();
         // Generation 1 also reports that RSS is unknown.
-        manager.generation = manager.generation.max(1);
+        manager.change_count = manager.change_count.max(1);
         manager
     }
 
     /// Sets the RSS key and table, now and whenever the NIC has others. Saves the original settings.
-    pub fn manage(&mut self, desired: DesiredRss, memory: &mut SettingsStore) {
-        self.desired = Some(desired);
-        self.apply(memory);
+    pub fn manage_rss(&mut self, desired: DesiredRss, memory: &mut SettingsStore) {
+        self.desired_rss = Some(desired);
+        self.apply_desired(memory);
     }
 
     /// Reads the NIC's settings, and sets them again if the NIC lost them. Returns whether the RSS key, the table or
     /// the number of receive queues changed.
-    pub fn sync(&mut self, memory: &mut SettingsStore) -> bool {
-        let before = self.generation;
-        self.refresh();
-        self.apply(memory);
-        self.generation != before
+    pub fn sync_with_nic(&mut self, memory: &mut SettingsStore) -> bool {
+        let previous_change_count = self.change_count;
+        self.reread_settings();
+        self.apply_desired(memory);
+        self.change_count != previous_change_count
     }
 
     /// Sets the input transform that the sampled packets show.
-    pub fn set_input(&mut self, input: InputTransform) {
-        let source = self.device.source();
+    pub fn set_input_transform(&mut self, input: InputTransform) {
+        let source = self.rss_device.settings_source();
         tracing::warn!(
             event = "rss-input-differs",
-            interface = self.device.interface(),
+            interface = self.rss_device.interface_name(),
             source,
             input = input.name(),
             "the NIC hashes by another input transform than its driver reports: the agent uses the observed one"
         );
-        self.observed_input = Some(input);
-        self.refresh();
+        self.observed_transform = Some(input);
+        self.reread_settings();
     }
 
     pub fn restore(&mut self, memory: &mut SettingsStore) {
-        self.desired = None;
+        self.desired_rss = None;
         let Some(original) = memory.get().rss.clone() else { return };
-        let source = self.device.source();
-        match self.device.write(&original) {
+        let source = self.rss_device.settings_source();
+        match self.rss_device.write(&original) {
             Ok(()) => tracing::info!(
                 event = "rss-restored",
-                interface = self.device.interface(),
+                interface = self.rss_device.interface_name(),
                 source,
                 "the agent has restored the NIC's original RSS key and table"
             ),
@@ -87,7 +87,7 @@ impl RssManager {
             Err(error) => {
                 tracing::warn!(
                     event = "rss-not-restored",
-                    interface = self.device.interface(),
+                    interface = self.rss_device.interface_name(),
                     source,
                     %error,
                     "the agent cannot restore the NIC's original RSS key and table: set them with `ethtool -X`"
@@ -97,97 +97,97 @@ impl RssManager {
         if let Err(error) = memory.change(|settings| settings.rss = None) {
             tracing::warn!(
                 event = "settings-not-cleared",
-                interface = self.device.interface(),
+                interface = self.rss_device.interface_name(),
                 error = format!("{error:#}"),
                 "the agent cannot delete the saved RSS settings: its next stop restores them again"
             );
         }
-        self.refresh();
+        self.reread_settings();
     }
 
-    fn refresh(&mut self) {
-        let receive_queues = self.device.receive_queues();
-        let known = match self.device.read() {
+    fn reread_settings(&mut self) {
+        let receive_queues = self.rss_device.receive_queue_count();
+        let read_result = match self.rss_device.read() {
             Ok(rss) => {
-                self.problem = queue_range_problem(&rss.indirection_table, receive_queues);
-                let input = self.observed_input.unwrap_or(rss.key.input_transform());
-                Some(RssConfig { key: rss.key.with_input(input), ..rss })
+                self.rss_problem = queue_range_problem(&rss.indirection_table, receive_queues);
+                let input_transform = self.observed_transform.unwrap_or(rss.key.input_transform());
+                Some(RssConfig { key: rss.key.with_input_transform(input_transform), ..rss })
             }
             Err(error) => {
                 self.record_error(error);
                 None
             }
         };
-        if (&known, receive_queues) != (&self.known_rss, self.receive_queues) {
-            self.generation += 1;
-            (self.known_rss, self.receive_queues) = (known, receive_queues);
+        if (&read_result, receive_queues) != (&self.known_rss, self.receive_queues) {
+            self.change_count += 1;
+            (self.known_rss, self.receive_queues) = (read_result, receive_queues);
         }
     }
 
     fn record_error(&mut self, error: RssError) {
         let text = format!("RSS is not known: {error}");
-        if self.problem.as_ref() != Some(&text) {
-            let source = self.device.source();
+        if self.rss_problem.as_ref() != Some(&text) {
+            let source = self.rss_device.settings_source();
             tracing::warn!(
                 event = "rss-unknown",
-                interface = self.device.interface(),
+                interface = self.rss_device.interface_name(),
                 source,
                 %error,
                 "the agent cannot predict receive queues from the NIC's RSS settings"
             );
-            self.problem = Some(text);
+            self.rss_problem = Some(text);
         }
     }
 
-    fn apply(&mut self, memory: &mut SettingsStore) {
-        let Some(desired) = self.desired.clone() else { return };
-        if let Err(error) = self.try_apply(&desired, memory) {
+    fn apply_desired(&mut self, memory: &mut SettingsStore) {
+        let Some(desired) = self.desired_rss.clone() else { return };
+        if let Err(error) = self.try_apply_desired(&desired, memory) {
             let text = format!("RSS cannot be set: {error:#}");
-            if self.problem.as_ref() != Some(&text) {
+            if self.rss_problem.as_ref() != Some(&text) {
                 tracing::warn!(
                     event = "rss-not-set",
-                    interface = self.device.interface(),
+                    interface = self.rss_device.interface_name(),
                     error = format!("{error:#}"),
                     "the agent cannot set the NIC's RSS key and table (`manage_rss`) and retries every second"
                 );
-                self.problem = Some(text);
+                self.rss_problem = Some(text);
             }
         }
     }
 
-    fn try_apply(&mut self, desired: &DesiredRss, memory: &mut SettingsStore) -> anyhow::Result<()> {
-        let entries = self.device.table_entries()?;
-        let table = IndirectionTable::balanced(desired.server_id.get().into(), entries, self.receive_queues)?;
-        let current = self.device.settings();
-        let settings = RssSettings {
-            key: Some(desired.key.bytes().to_vec()),
+    fn try_apply_desired(&mut self, desired: &DesiredRss, memory: &mut SettingsStore) -> anyhow::Result<()> {
+        let entries = self.rss_device.table_entry_count()?;
+        let table = IndirectionTable::balanced(desired.table_seed.get().into(), entries, self.receive_queues)?;
+        let current_settings = self.rss_device.unchecked_settings();
+        let desired_settings = RssSettings {
+            key: Some(desired.rss_key.bytes().to_vec()),
             indirection_table: table.queues().iter().map(|queue| u32::from(*queue)).collect(),
-            input_transform: current.as_ref().map_or(0, |current| current.input_transform),
+            input_transform: current_settings.as_ref().map_or(0, |current| current.input_transform),
         };
-        if current.as_ref().is_ok_and(|current| matches_desired(current, &settings)) {
+        if current_settings.as_ref().is_ok_and(|current| matches_desired(current, &desired_settings)) {
             return Ok(());
         }
-        if let Ok(current) = current
+        if let Ok(current) = current_settings
             && memory.get().rss.is_none()
         {
             memory.change(|settings| settings.rss = Some(current))?;
         }
-        self.device.write(&settings)?;
+        self.rss_device.write(&desired_settings)?;
         tracing::info!(
             event = "rss-set",
-            interface = self.device.interface(),
-            source = self.device.source(),
+            interface = self.rss_device.interface_name(),
+            source = self.rss_device.settings_source(),
             entries,
             receive_queues = self.receive_queues,
             "the agent has set the fleet's RSS key and a balanced indirection table"
         );
-        self.refresh();
+        self.reread_settings();
         Ok(())
     }
 
     /// Returns the name of the source of the settings, for reports.
-    pub fn source(&self) -> &'static str {
-        self.device.source()
+    pub fn settings_source(&self) -> &'static str {
+        self.rss_device.settings_source()
     }
 
     /// Returns the RSS key, input transform and indirection table, or `None` if they are unknown.
@@ -202,29 +202,30 @@ impl RssManager {
 
     /// Returns the number of changes of the settings so far, at least 1.
     pub fn generation(&self) -> u64 {
-        self.generation
+        self.change_count
     }
 
     /// Returns the problem with RSS, as text for `coreward status`.
-    pub fn problem(&self) -> Option<&str> {
-        self.problem.as_deref()
+    pub fn rss_problem(&self) -> Option<&str> {
+        self.rss_problem.as_deref()
     }
 }
 
 /// Returns whether the NIC has the desired settings. The NIC's key may be longer, or missing if the NIC accepts none.
 fn matches_desired(current: &RssSettings, desired: &RssSettings) -> bool {
-    let key = desired.key.as_deref().unwrap_or_default();
+    let desired_key = desired.key.as_deref().unwrap_or_default();
     current.indirection_table == desired.indirection_table
         && current.key.as_ref().is_none_or(|current| {
-            let common = current.len().min(key.len());
-            current[..common] == key[..common] && current[common..].iter().all(|byte| *byte == 0)
+            let common_length = current.len().min(desired_key.len());
+            current[..common_length] == desired_key[..common_length]
+                && current[common_length..].iter().all(|byte| *byte == 0)
         })
 }
 
 fn queue_range_problem(table: &IndirectionTable, receive_queues: u16) -> Option<String> {
-    let highest = table.queues().iter().max().copied().unwrap_or(0);
-    (highest >= receive_queues)
-        .then(|| format!("the RSS table names receive queue {highest}, but there are {receive_queues} queues"))
+    let highest_queue = table.queues().iter().max().copied().unwrap_or(0);
+    (highest_queue >= receive_queues)
+        .then(|| format!("the RSS table names receive queue {highest_queue}, but there are {receive_queues} queues"))
 }
 
 #[cfg(test)]
@@ -233,29 +234,29 @@ mod tests {
 
     use super::*;
 
-    struct Nic {
+    struct FakeNic {
         settings: RssSettings,
-        queues: u16,
+        receive_queues: u16,
         accepts_key: bool,
     }
 
-    impl RssDevice for std::sync::Arc<std::sync::Mutex<Nic>> {
-        fn source(&self) -> &'static str {
+    impl RssDevice for std::sync::Arc<std::sync::Mutex<FakeNic>> {
+        fn settings_source(&self) -> &'static str {
             "test"
         }
-        fn interface(&self) -> &str {
+        fn interface_name(&self) -> &str {
             "nic0"
         }
-        fn receive_queues(&self) -> u16 {
-            self.lock().unwrap().queues
+        fn receive_queue_count(&self) -> u16 {
+            self.lock().unwrap().receive_queues
         }
-        fn settings(&self) -> Result<RssSettings, RssError> {
+        fn unchecked_settings(&self) -> Result<RssSettings, RssError> {
             Ok(self.lock().unwrap().settings.clone())
         }
         fn read(&self) -> Result<RssConfig, RssError> {
-            self.lock().unwrap().settings.validate("nic0", &[9; 40])
+            self.lock().unwrap().settings.into_config("nic0", &[9; 40])
         }
-        fn table_entries(&self) -> Result<usize, RssError> {
+        fn table_entry_count(&self) -> Result<usize, RssError> {
             Ok(self.lock().unwrap().settings.indirection_table.len())
         }
         fn write(&mut self, settings: &RssSettings) -> Result<(), RssError> {
@@ -266,41 +267,41 @@ mod tests {
         }
     }
 
-    fn nic(entries: u32, accepts_key: bool) -> std::sync::Arc<std::sync::Mutex<Nic>> {
+    fn fake_nic(entries: u32, accepts_key: bool) -> std::sync::Arc<std::sync::Mutex<FakeNic>> {
         let settings = RssSettings {
             key: accepts_key.then(|| vec![1; 40]),
             indirection_table: (0..entries).map(|entry| entry % 4).collect(),
             input_transform: 0,
         };
-        std::sync::Arc::new(std::sync::Mutex::new(Nic { settings, queues: 4, accepts_key }))
+        std::sync::Arc::new(std::sync::Mutex::new(FakeNic { settings, receive_queues: 4, accepts_key }))
     }
 
-    fn desired() -> DesiredRss {
-        DesiredRss { key: RssKey::microsoft(), server_id: 7.try_into().unwrap() }
+    fn desired_rss() -> DesiredRss {
+        DesiredRss { rss_key: RssKey::microsoft(), table_seed: 7.try_into().unwrap() }
     }
 
     #[test]
-    fn table_of_another_length_invalidates_rss() {
-        let manager = RssManager::new(Box::new(nic(100, true)));
+    fn rss_with_unusable_table_length_is_unknown() {
+        let manager = RssManager::new(Box::new(fake_nic(100, true)));
         assert_eq!((manager.known_rss(), manager.generation()), (None, 1));
         assert_eq!(
-            manager.problem(),
+            manager.rss_problem(),
             Some("RSS is not known: nic0: an indirection table of 100 entries: expected a power of two from 1 to 2048")
         );
     }
 
     #[test]
-    fn changes_by_others_are_detected() {
-        let device = nic(128, false);
+    fn changes_of_rss_by_other_programs_are_detected() {
+        let device = fake_nic(128, false);
         let mut manager = RssManager::new(Box::new(device.clone()));
         assert_eq!(manager.known_rss().unwrap().key.bytes(), [9; 40]);
         device.lock().unwrap().settings.indirection_table[0] = 3;
-        manager.refresh();
-        assert_eq!((manager.generation(), manager.known_rss().unwrap().indirection_table.queue(0)), (2, 3));
-        device.lock().unwrap().queues = 3;
-        manager.refresh();
+        manager.reread_settings();
+        assert_eq!((manager.generation(), manager.known_rss().unwrap().indirection_table.queue_of_hash(0)), (2, 3));
+        device.lock().unwrap().receive_queues = 3;
+        manager.reread_settings();
         assert_eq!(
-            (manager.generation(), manager.problem()),
+            (manager.generation(), manager.rss_problem()),
             (3, Some("the RSS table names receive queue 3, but there are 3 queues"))
         );
     }
@@ -308,37 +309,38 @@ mod tests {
     #[test]
     fn managed_rss_is_set_kept_and_restored() {
         skip_if!(missing_testbed_rights());
-        let pins = std::path::PathBuf::from(format!("/sys/fs/bpf/coreward-test-{}-remembered", std::process::id()));
+        let pin_directory =
+            std::path::PathBuf::from(format!("/sys/fs/bpf/coreward-test-{}-remembered", std::process::id()));
         for accepts_key in [true, false] {
-            let device = nic(64, accepts_key);
-            let original = device.lock().unwrap().settings.clone();
-            let mut memory = SettingsStore::open(&pins).unwrap();
+            let device = fake_nic(64, accepts_key);
+            let original_settings = device.lock().unwrap().settings.clone();
+            let mut settings_store = SettingsStore::open(&pin_directory).unwrap();
             let mut manager = RssManager::new(Box::new(device.clone()));
-            manager.manage(desired(), &mut memory);
-            let table = IndirectionTable::balanced(7, 64, 4).unwrap();
-            assert_eq!(manager.known_rss().unwrap().indirection_table, table);
+            manager.manage_rss(desired_rss(), &mut settings_store);
+            let balanced_table = IndirectionTable::balanced(7, 64, 4).unwrap();
+            assert_eq!(manager.known_rss().unwrap().indirection_table, balanced_table);
             assert_eq!(
                 (manager.known_rss().unwrap().key == RssKey::microsoft(), manager.generation()),
                 (accepts_key, 2)
             );
             // Another program sets another table; then the number of queues changes.
             device.lock().unwrap().settings.indirection_table[0] ^= 1;
-            assert!(manager.sync(&mut memory));
-            assert_eq!(manager.known_rss().unwrap().indirection_table, table);
-            device.lock().unwrap().queues = 2;
-            assert!(manager.sync(&mut memory));
+            assert!(manager.sync_with_nic(&mut settings_store));
+            assert_eq!(manager.known_rss().unwrap().indirection_table, balanced_table);
+            device.lock().unwrap().receive_queues = 2;
+            assert!(manager.sync_with_nic(&mut settings_store));
             assert_eq!(manager.known_rss().unwrap().indirection_table.queues().iter().max(), Some(&1));
-            assert!(!manager.sync(&mut memory));
+            assert!(!manager.sync_with_nic(&mut settings_store));
             // The process is killed; the next one still has the original.
-            drop((manager, memory));
-            let mut memory = SettingsStore::open(&pins).unwrap();
+            drop((manager, settings_store));
+            let mut settings_store = SettingsStore::open(&pin_directory).unwrap();
             let mut manager = RssManager::new(Box::new(device.clone()));
-            manager.manage(desired(), &mut memory);
-            manager.restore(&mut memory);
-            assert_eq!(device.lock().unwrap().settings, original);
-            assert_eq!(memory.get().rss, None);
-            memory.remove().unwrap();
+            manager.manage_rss(desired_rss(), &mut settings_store);
+            manager.restore(&mut settings_store);
+            assert_eq!(device.lock().unwrap().settings, original_settings);
+            assert_eq!(settings_store.get().rss, None);
+            settings_store.remove().unwrap();
         }
-        std::fs::remove_dir(&pins).unwrap();
+        std::fs::remove_dir(&pin_directory).unwrap();
     }
 }

@@ -56,37 +56,38 @@ pub enum RssError {
 impl RssSettings {
     /// Returns the checked settings, with `fallback_key` instead of an unreadable key. Fails if the length of the table
     /// or key is invalid.
-    pub fn validate(&self, interface: &str, fallback_key: &[u8]) -> Result<RssConfig, RssError> {
-        let key = RssKey::new(self.key.as_deref().unwrap_or(fallback_key))
+    pub fn into_config(&self, interface: &str, fallback_key: &[u8]) -> Result<RssConfig, RssError> {
+        let rss_key = RssKey::new(self.key.as_deref().unwrap_or(fallback_key))
             .map_err(|source| RssError::InvalidKey { interface: interface.to_owned(), source })?;
         let indirection_table = IndirectionTable::new(&self.indirection_table)
             .map_err(|source| RssError::InvalidTable { interface: interface.to_owned(), source })?;
-        let input = InputTransform::try_from(u32::from(self.input_transform)).map_err(|error| RssError::OtherHash {
-            interface: interface.to_owned(),
-            found: format!("{error} (`ethtool -x {interface}`)"),
-        })?;
-        Ok(RssConfig { key: key.with_input(input), indirection_table })
+        let input_transform =
+            InputTransform::try_from(u32::from(self.input_transform)).map_err(|error| RssError::OtherHash {
+                interface: interface.to_owned(),
+                found: format!("{error} (`ethtool -x {interface}`)"),
+            })?;
+        Ok(RssConfig { key: rss_key.with_input_transform(input_transform), indirection_table })
     }
 }
 
 pub trait RssDevice: Send {
     /// Returns the name of the settings' source for reports: "ethtool" or "testbed emulation".
-    fn source(&self) -> &'static str;
+    fn settings_source(&self) -> &'static str;
 
     /// Returns the name of the NIC's network device.
-    fn interface(&self) -> &str;
+    fn interface_name(&self) -> &str;
 
     /// Returns the number of receive queues, at least 1.
-    fn receive_queues(&self) -> u16;
+    fn receive_queue_count(&self) -> u16;
 
     /// Returns the NIC's settings, unchecked. Fails when the driver does not report them.
-    fn settings(&self) -> Result<RssSettings, RssError>;
+    fn unchecked_settings(&self) -> Result<RssSettings, RssError>;
 
     /// Returns the checked RSS configuration by which the NIC distributes TCP packets. Fails when it is unknown.
     fn read(&self) -> Result<RssConfig, RssError>;
 
     /// Returns the number of table entries that `write` must set. Fails when the driver does not report the number.
-    fn table_entries(&self) -> Result<usize, RssError>;
+    fn table_entry_count(&self) -> Result<usize, RssError>;
 
     /// Writes the settings to the NIC, without the key if the NIC accepts none. Fails when the driver rejects them.
     fn write(&mut self, settings: &RssSettings) -> Result<(), RssError>;

@@ -12,82 +12,88 @@ use super::{RssDevice, RssError, RssSettings};
 
 #[derive(Debug)]
 pub struct TestbedRss {
-    pin: PathBuf,
+    register_map_pin: PathBuf,
     interface: String,
-    entry_count: usize,
+    table_entry_count: usize,
 }
 
 impl TestbedRss {
     /// Returns the emulated NIC `interface`, with registers at `register_map_pin` and `table_entry_count` table
     /// entries.
-    pub fn new(pin: PathBuf, interface: &str, entry_count: usize) -> Self {
-        Self { pin, interface: interface.to_owned(), entry_count }
+    pub fn new(register_map_pin: PathBuf, interface: &str, table_entry_count: usize) -> Self {
+        Self { register_map_pin, interface: interface.to_owned(), table_entry_count }
     }
 
     fn io_error(&self, source: std::io::Error) -> RssError {
-        RssError::Io { operation: format!("emulated NIC {}", self.pin.display()), source }
+        RssError::Io { operation: format!("emulated NIC {}", self.register_map_pin.display()), source }
     }
 
-    fn open(&self) -> Result<MapHandle, RssError> {
-        MapHandle::from_pinned_path(&self.pin).map_err(|error| self.io_error(std::io::Error::other(error)))
+    fn open_register_map(&self) -> Result<MapHandle, RssError> {
+        MapHandle::from_pinned_path(&self.register_map_pin).map_err(|error| self.io_error(std::io::Error::other(error)))
     }
 
     fn read_registers(&self) -> Result<Box<intf::emulated_rss>, RssError> {
-        let bytes = self.open()?.lookup(&0u32.to_ne_bytes(), MapFlags::ANY).ok().flatten();
-        let registers = bytes.and_then(|bytes| intf::emulated_rss::read_from_bytes(&bytes).ok());
+        let register_bytes = self.open_register_map()?.lookup(&0u32.to_ne_bytes(), MapFlags::ANY).ok().flatten();
+        let registers = register_bytes.and_then(|bytes| intf::emulated_rss::read_from_bytes(&bytes).ok());
         registers.map(Box::new).ok_or_else(|| self.io_error(std::io::Error::other("no struct emulated_rss")))
     }
 }
 
 impl RssDevice for TestbedRss {
-    fn source(&self) -> &'static str {
+    fn settings_source(&self) -> &'static str {
         "testbed emulation"
     }
 
-    fn interface(&self) -> &str {
+    fn interface_name(&self) -> &str {
         &self.interface
     }
 
-    fn receive_queues(&self) -> u16 {
+    fn receive_queue_count(&self) -> u16 {
         receive_queue_count(&self.interface).unwrap_or(1)
     }
 
-    fn settings(&self) -> Result<RssSettings, RssError> {
-        let rss = self.read()?;
-        let queues = rss.indirection_table.queues().iter().map(|queue| u32::from(*queue));
+    fn unchecked_settings(&self) -> Result<RssSettings, RssError> {
+        let rss_config = self.read()?;
+        let table_queues = rss_config.indirection_table.queues().iter().map(|queue| u32::from(*queue));
         // Drivers before 2025 do not report the input transform either.
-        Ok(RssSettings { key: Some(rss.key.bytes().to_vec()), indirection_table: queues.collect(), input_transform: 0 })
+        Ok(RssSettings {
+            key: Some(rss_config.key.bytes().to_vec()),
+            indirection_table: table_queues.collect(),
+            input_transform: 0,
+        })
     }
 
     fn read(&self) -> Result<RssConfig, RssError> {
-        let rss = RssConfig::from_emulated(&*self.read_registers()?);
-        let rss = rss.map_err(|error| self.io_error(std::io::Error::other(error)))?;
-        Ok(RssConfig { key: rss.key.with_input(InputTransform::None), ..rss })
+        let rss_config = RssConfig::from_emulated_registers(&*self.read_registers()?);
+        let rss_config = rss_config.map_err(|error| self.io_error(std::io::Error::other(error)))?;
+        Ok(RssConfig { key: rss_config.key.with_input_transform(InputTransform::None), ..rss_config })
     }
 
-    fn table_entries(&self) -> Result<usize, RssError> {
-        Ok(self.entry_count)
+    fn table_entry_count(&self) -> Result<usize, RssError> {
+        Ok(self.table_entry_count)
     }
 
     fn write(&mut self, settings: &RssSettings) -> Result<(), RssError> {
-        let registers = self.read_registers()?;
-        let rss = match RssConfig::from_emulated(&registers) {
+        let old_registers = self.read_registers()?;
+        let rss_config = match RssConfig::from_emulated_registers(&old_registers) {
             Ok(current) => RssConfig {
                 key: settings
                     .key
                     .as_deref()
                     .and_then(|key| RssKey::new(key).ok())
-                    .map_or(current.key.clone(), |key| key.with_input(current.key.input_transform())),
+                    .map_or(current.key.clone(), |key| key.with_input_transform(current.key.input_transform())),
                 indirection_table: IndirectionTable::new(&settings.indirection_table)
                     .unwrap_or(current.indirection_table),
             },
             // The registers were never written.
-            Err(_) => settings.validate(&self.interface, &[])?,
+            Err(_) => settings.into_config(&self.interface, &[])?,
         };
-        let generation = registers.mapping.generation.wrapping_add(1);
-        let registers = rss.emulated(generation).map_err(|error| self.io_error(std::io::Error::other(error)))?;
-        self.open()?
-            .update(&0u32.to_ne_bytes(), registers.as_bytes(), MapFlags::ANY)
+        let generation = old_registers.mapping.generation.wrapping_add(1);
+        let new_registers = rss_config
+            .to_emulated_registers(generation)
+            .map_err(|error| self.io_error(std::io::Error::other(error)))?;
+        self.open_register_map()?
+            .update(&0u32.to_ne_bytes(), new_registers.as_bytes(), MapFlags::ANY)
             .map_err(|error| self.io_error(std::io::Error::other(error)))
     }
 }

@@ -1,38 +1,44 @@
 //! Assignment of listening sockets to receive queues, without I/O.
 
-use coreward_dataplane::listeners::Listener;
+use coreward_dataplane::listeners::ServiceSocket;
 
 use crate::config::Steer;
 
 /// Returns for each queue the index of its listener in `listeners`, or `None` if the kernel selects the worker.
 /// `cpu_of_queue` has the CPU that serves each queue.
-pub fn assign(mode: Steer, listeners: &[Listener], cpu_of_queue: &[usize]) -> Vec<Option<usize>> {
+pub fn assign_listeners_to_queues(
+    mode: Steer,
+    listeners: &[ServiceSocket],
+    cpu_of_queue: &[usize],
+) -> Vec<Option<usize>> {
     match mode {
         Steer::Off => vec![None; cpu_of_queue.len()],
         Steer::Order => assign_by_order(listeners, cpu_of_queue.len()),
-        Steer::Affinity => cpu_of_queue.iter().map(|cpu| find_by_affinity(listeners, *cpu)).collect(),
+        Steer::Affinity => cpu_of_queue.iter().map(|cpu| find_worker_pinned_to(listeners, *cpu)).collect(),
     }
 }
 
 /// Assigns the k-th socket to queue k. A master opens its workers' sockets one after the other, so descriptors are in
 /// the order of workers; a respawned worker inherits the same socket. Sockets of separate processes may have equal
 /// descriptors: then the older process comes first.
-fn assign_by_order(listeners: &[Listener], queues: usize) -> Vec<Option<usize>> {
-    let mut order: Vec<usize> = (0..listeners.len()).collect();
-    order.sort_by_key(|position| (listeners[*position].descriptor, listeners[*position].pid));
-    (0..queues).map(|queue| order.get(queue % order.len().max(1)).copied()).collect()
+fn assign_by_order(listeners: &[ServiceSocket], queues: usize) -> Vec<Option<usize>> {
+    let mut listener_indices: Vec<usize> = (0..listeners.len()).collect();
+    listener_indices.sort_by_key(|position| (listeners[*position].descriptor, listeners[*position].pid));
+    (0..queues).map(|queue| listener_indices.get(queue % listener_indices.len().max(1)).copied()).collect()
 }
 
 /// Returns the index of the worker that may run on the queue's CPU and on the fewest other CPUs. Workers that may run
 /// anywhere are excluded: steering to them would gain nothing.
-fn find_by_affinity(listeners: &[Listener], cpu: usize) -> Option<usize> {
-    let pinned = |listener: &&(usize, &Listener)| {
+fn find_worker_pinned_to(listeners: &[ServiceSocket], cpu: usize) -> Option<usize> {
+    let is_pinned_to_cpu = |listener: &&(usize, &ServiceSocket)| {
         listener.1.cpu_affinity.contains(&cpu) && listener.1.cpu_affinity.len() <= MAX_PINNED_CPUS
     };
-    let candidates: Vec<(usize, &Listener)> = listeners.iter().enumerate().collect();
-    let best =
-        candidates.iter().filter(pinned).min_by_key(|(position, listener)| (listener.cpu_affinity.len(), *position));
-    best.map(|(position, _)| *position)
+    let candidates: Vec<(usize, &ServiceSocket)> = listeners.iter().enumerate().collect();
+    let best_candidate = candidates
+        .iter()
+        .filter(is_pinned_to_cpu)
+        .min_by_key(|(position, listener)| (listener.cpu_affinity.len(), *position));
+    best_candidate.map(|(position, _)| *position)
 }
 
 /// Maximum number of CPUs of a pinned worker: a core and its sibling hardware thread.
@@ -42,23 +48,26 @@ pub const MAX_PINNED_CPUS: usize = 2;
 mod tests {
     use super::*;
 
-    fn listener(pid: i32, descriptor: i32, cpus: &[usize]) -> Listener {
-        Listener { inode: pid as u64, descriptor, pid, cpu_affinity: cpus.iter().copied().collect() }
+    fn listener(pid: i32, descriptor: i32, cpus: &[usize]) -> ServiceSocket {
+        ServiceSocket { inode: pid as u64, descriptor, pid, cpu_affinity: cpus.iter().copied().collect() }
     }
 
     #[test]
-    fn order_follows_descriptors_after_a_respawn() {
+    fn order_follows_descriptors_after_a_worker_respawn() {
         let listeners = [listener(30, 6, &[0, 1]), listener(77, 7, &[0, 1]), listener(32, 8, &[0, 1])];
-        assert_eq!(assign(Steer::Order, &listeners, &[0, 1, 2]), [Some(0), Some(1), Some(2)]);
+        assert_eq!(assign_listeners_to_queues(Steer::Order, &listeners, &[0, 1, 2]), [Some(0), Some(1), Some(2)]);
         // Few workers serve several queues each; without workers the kernel chooses.
-        assert_eq!(assign(Steer::Order, &listeners[..2], &[0; 4]), [Some(0), Some(1), Some(0), Some(1)]);
-        assert_eq!(assign(Steer::Order, &[], &[0; 2]), [None, None]);
+        assert_eq!(
+            assign_listeners_to_queues(Steer::Order, &listeners[..2], &[0; 4]),
+            [Some(0), Some(1), Some(0), Some(1)]
+        );
+        assert_eq!(assign_listeners_to_queues(Steer::Order, &[], &[0; 2]), [None, None]);
     }
 
     #[test]
-    fn affinity_prefers_the_worker_that_runs_there_alone() {
+    fn affinity_prefers_the_worker_with_the_fewest_cpus() {
         let listeners = [listener(1, 6, &[0, 1]), listener(2, 7, &[1]), listener(3, 8, &[0, 1, 2, 3])];
-        assert_eq!(assign(Steer::Affinity, &listeners, &[0, 1, 2]), [Some(0), Some(1), None]);
-        assert_eq!(assign(Steer::Off, &listeners, &[0, 1]), [None, None]);
+        assert_eq!(assign_listeners_to_queues(Steer::Affinity, &listeners, &[0, 1, 2]), [Some(0), Some(1), None]);
+        assert_eq!(assign_listeners_to_queues(Steer::Off, &listeners, &[0, 1]), [None, None]);
     }
 }

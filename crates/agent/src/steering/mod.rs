@@ -15,10 +15,10 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use coreward_dataplane::listeners::{self, Listener};
+use coreward_dataplane::listeners::{self, ServiceSocket};
 use coreward_dataplane::reuseport;
-use coreward_dataplane::sockets::Inode;
-use coreward_dataplane::sockets::counts::listening_sockets;
+use coreward_dataplane::sockets::SocketInode;
+use coreward_dataplane::sockets::counts::list_listening_sockets;
 use coreward_dataplane::steer::{self, SteerCounters, SteerProgram as Program};
 use coreward_intf as intf;
 use coreward_model::ServiceAddress;
@@ -26,23 +26,23 @@ use coreward_model::ServiceAddress;
 use crate::config::Steer;
 
 /// Maximum time between two searches of the epoll sets: a worker may have been pinned to another CPU.
-const SEARCH_INTERVAL: Duration = Duration::from_secs(30);
+const MAX_EPOLL_SEARCH_INTERVAL: Duration = Duration::from_secs(30);
 
 /// Steering of the connections of all services of this server. Dropping it leaves the steering active.
 #[derive(Debug)]
 pub struct Steering {
-    mode: Steer,
+    steering_mode: Steer,
     pin_directory: PathBuf,
     services: BTreeMap<SocketAddr, SteeredService>,
     /// Counters of all services that are or were steered, so that no counter decreases.
-    counts: BTreeMap<SocketAddr, SteerCounters>,
+    counters_by_service: BTreeMap<SocketAddr, SteerCounters>,
 }
 
 #[derive(Debug)]
 struct SteeredService {
-    program: Program,
+    steering_program: Program,
     /// Result of the last complete search: sockets with their workers, CPUs of the queues, and time of the search.
-    last_search: Option<SteeredSockets>,
+    steered_sockets: Option<SteeredSockets>,
     /// State of the searches while they find sockets without a worker.
     incomplete_search: Option<IncompleteSearch>,
 }
@@ -53,50 +53,51 @@ struct SteeredService {
 /// not wait by epoll. Each search reads the descriptors of every process of the machine.
 #[derive(Debug)]
 struct IncompleteSearch {
-    inodes: BTreeSet<Inode>,
+    socket_inodes: BTreeSet<SocketInode>,
     cpu_of_queue: Vec<usize>,
-    first_search_at: Instant,
-    last_search_at: Instant,
+    first_searched_at: Instant,
+    last_searched_at: Instant,
 }
 
 impl IncompleteSearch {
-    fn is_due(&self, now: Instant) -> bool {
-        now.duration_since(self.last_search_at)
-            >= (self.last_search_at.duration_since(self.first_search_at) / 4).min(SEARCH_INTERVAL)
+    fn is_retry_due(&self, now: Instant) -> bool {
+        now.duration_since(self.last_searched_at)
+            >= (self.last_searched_at.duration_since(self.first_searched_at) / 4).min(MAX_EPOLL_SEARCH_INTERVAL)
     }
 }
 
 #[derive(Debug)]
 struct SteeredSockets {
-    inodes: BTreeSet<Inode>,
-    listeners: Vec<Listener>,
+    socket_inodes: BTreeSet<SocketInode>,
+    listeners: Vec<ServiceSocket>,
     cpu_of_queue: Vec<usize>,
     searched_at: Instant,
 }
 
 impl Steering {
-    pub fn new(mode: Steer, pin_directory: &Path) -> Self {
+    pub fn new(steering_mode: Steer, pin_directory: &Path) -> Self {
         // Counts with another layout version are skipped: setting the service rejects them.
-        let counts = |address| Some((address, SteerCounters::open_pinned(pin_directory, &pin_name(address)).ok()?));
-        let counts = pinned_addresses(pin_directory).filter_map(counts).collect();
-        Self { mode, pin_directory: pin_directory.to_owned(), services: BTreeMap::new(), counts }
+        let counters_by_service =
+            |address| Some((address, SteerCounters::open_pinned(pin_directory, &pin_name(address)).ok()?));
+        let counters_by_service = pinned_service_addresses(pin_directory).filter_map(counters_by_service).collect();
+        Self { steering_mode, pin_directory: pin_directory.to_owned(), services: BTreeMap::new(), counters_by_service }
     }
 
     /// Sets the steered services. `rss_map` is a map of the server's BPF programs. Fails when the kernel rejects a
     /// program.
     pub fn set_services(&mut self, services: &[ServiceAddress], rss_map: BorrowedFd<'_>) -> anyhow::Result<()> {
-        let addresses: BTreeSet<SocketAddr> = if self.mode == Steer::Off {
+        let service_addresses: BTreeSet<SocketAddr> = if self.steering_mode == Steer::Off {
             BTreeSet::new()
         } else {
             services.iter().map(|service| service.socket).collect()
         };
-        self.services.retain(|address, _| addresses.contains(address));
-        for address in addresses {
+        self.services.retain(|address, _| service_addresses.contains(address));
+        for address in service_addresses {
             if let std::collections::btree_map::Entry::Vacant(entry) = self.services.entry(address) {
-                let name = pin_name(address);
-                let program = Program::load(&self.pin_directory, &name, rss_map)?;
-                self.counts.insert(address, SteerCounters::open_pinned(&self.pin_directory, &name)?);
-                entry.insert(SteeredService { program, last_search: None, incomplete_search: None });
+                let pin_name = pin_name(address);
+                let steering_program = Program::load(&self.pin_directory, &pin_name, rss_map)?;
+                self.counters_by_service.insert(address, SteerCounters::open_pinned(&self.pin_directory, &pin_name)?);
+                entry.insert(SteeredService { steering_program, steered_sockets: None, incomplete_search: None });
             }
         }
         Ok(())
@@ -109,13 +110,13 @@ impl Steering {
         if self.services.is_empty() {
             return warnings;
         }
-        let sockets = match listening_sockets() {
+        let listening_sockets = match list_listening_sockets() {
             Ok(sockets) => sockets,
             Err(error) => return vec![format!("connections are not steered: {error:#}")],
         };
         for (address, service) in &mut self.services {
-            let inodes = listeners::most_specific(*address, &sockets);
-            match service.update(self.mode, inodes, cpu_of_queue) {
+            let socket_inodes = listeners::sockets_reached_by(*address, &listening_sockets);
+            match service.update_sockets(self.steering_mode, socket_inodes, cpu_of_queue) {
                 Ok(warning) => warnings.extend(warning.map(|warning| format!("{address}: {warning}"))),
                 Err(error) => warnings.push(format!("connections to {address} are not steered: {error:#}")),
             }
@@ -124,17 +125,18 @@ impl Steering {
     }
 
     pub fn counters(&self) -> impl Iterator<Item = (&'static str, u64)> + '_ {
-        let sum = |index: usize| self.counts.values().map(|counts| counts.values()[index]).sum();
-        steer::COUNTER_NAMES.iter().enumerate().map(move |(index, name)| (*name, sum(index)))
+        let sum_over_services =
+            |index: usize| self.counters_by_service.values().map(|counts| counts.values()[index]).sum();
+        steer::COUNTER_NAMES.iter().enumerate().map(move |(index, name)| (*name, sum_over_services(index)))
     }
 }
 
 /// Ends all steering by an agent with this pin directory, after which the kernel selects the sockets. Fails when /proc
 /// or the pins cannot be read.
-pub fn remove(pin_directory: &Path) -> anyhow::Result<()> {
-    for address in pinned_addresses(pin_directory) {
+pub fn end_all_steering(pin_directory: &Path) -> anyhow::Result<()> {
+    for address in pinned_service_addresses(pin_directory) {
         // Closed sockets have taken the program with them.
-        for listener in listeners::find_waiters(&listeners::tcp_listener_inodes(address)?)?.iter().take(1) {
+        for listener in listeners::find_epoll_waiters(&listeners::tcp_listener_inodes(address)?)?.iter().take(1) {
             if let Err(error) = reuseport::detach(listeners::duplicate_socket(listener)?.as_fd()) {
                 tracing::debug!(
                     event = "steering-kept",
@@ -156,89 +158,102 @@ pub fn remove(pin_directory: &Path) -> anyhow::Result<()> {
 
 impl SteeredService {
     /// Updates the sockets of a service. Returns a warning if the kernel still selects the worker for some queue.
-    fn update(
+    fn update_sockets(
         &mut self,
         mode: Steer,
-        inodes: BTreeSet<Inode>,
+        socket_inodes: BTreeSet<SocketInode>,
         cpu_of_queue: &[usize],
     ) -> anyhow::Result<Option<String>> {
-        if inodes.is_empty() {
-            (self.last_search, self.incomplete_search) = (None, None);
+        if socket_inodes.is_empty() {
+            (self.steered_sockets, self.incomplete_search) = (None, None);
             return Ok(Some("no process listens".to_owned()));
         }
-        if !self.is_current(&inodes, cpu_of_queue) && self.is_due(&inodes, cpu_of_queue) {
-            let found = listeners::find_waiters(&inodes)?;
-            self.last_search = None;
-            self.steer(mode, &found, cpu_of_queue)?;
+        if !self.is_current(&socket_inodes, cpu_of_queue) && self.is_search_due(&socket_inodes, cpu_of_queue) {
+            let waiting_listeners = listeners::find_epoll_waiters(&socket_inodes)?;
+            self.steered_sockets = None;
+            self.steer_listeners(mode, &waiting_listeners, cpu_of_queue)?;
             let (cpu_of_queue, now) = (cpu_of_queue.to_vec(), Instant::now());
             // Between a reload and the first wait of a new worker a socket belongs to no worker: the next search finds
             // it.
-            if found.len() == inodes.len() {
+            if waiting_listeners.len() == socket_inodes.len() {
                 self.incomplete_search = None;
-                self.last_search = Some(SteeredSockets { inodes, listeners: found, cpu_of_queue, searched_at: now });
+                self.steered_sockets = Some(SteeredSockets {
+                    socket_inodes,
+                    listeners: waiting_listeners,
+                    cpu_of_queue,
+                    searched_at: now,
+                });
             } else {
-                let first_search_at =
-                    self.incomplete_search.as_ref().map_or(now, |incomplete| incomplete.first_search_at);
+                let first_searched_at =
+                    self.incomplete_search.as_ref().map_or(now, |incomplete| incomplete.first_searched_at);
                 self.incomplete_search =
-                    Some(IncompleteSearch { inodes, cpu_of_queue, first_search_at, last_search_at: now });
+                    Some(IncompleteSearch { socket_inodes, cpu_of_queue, first_searched_at, last_searched_at: now });
             }
         }
-        let Some(steered) = &self.last_search else {
+        let Some(steered) = &self.steered_sockets else {
             return Ok(Some("not every listening socket has a worker".to_owned()));
         };
-        let without =
-            assign::assign(mode, &steered.listeners, cpu_of_queue).iter().filter(|slot| slot.is_none()).count();
-        Ok((without > 0)
-            .then(|| format!("{without} of {} receive queues have no worker pinned to their CPU", cpu_of_queue.len())))
+        let queues_without_worker = assign::assign_listeners_to_queues(mode, &steered.listeners, cpu_of_queue)
+            .iter()
+            .filter(|slot| slot.is_none())
+            .count();
+        Ok((queues_without_worker > 0).then(|| {
+            format!(
+                "{queues_without_worker} of {} receive queues have no worker pinned to their CPU",
+                cpu_of_queue.len()
+            )
+        }))
     }
 
     /// Returns whether a search of /proc is due. Failed searches for other sockets or other queues do not delay it.
-    fn is_due(&mut self, inodes: &BTreeSet<Inode>, cpu_of_queue: &[usize]) -> bool {
-        let same = |old: &mut IncompleteSearch| old.inodes == *inodes && old.cpu_of_queue == cpu_of_queue;
-        if self.incomplete_search.take_if(|incomplete| !same(incomplete)).is_some() {
+    fn is_search_due(&mut self, inodes: &BTreeSet<SocketInode>, cpu_of_queue: &[usize]) -> bool {
+        let is_same_search =
+            |old: &mut IncompleteSearch| old.socket_inodes == *inodes && old.cpu_of_queue == cpu_of_queue;
+        if self.incomplete_search.take_if(|incomplete| !is_same_search(incomplete)).is_some() {
             return true;
         }
-        self.incomplete_search.as_ref().is_none_or(|incomplete| incomplete.is_due(Instant::now()))
+        self.incomplete_search.as_ref().is_none_or(|incomplete| incomplete.is_retry_due(Instant::now()))
     }
 
-    fn is_current(&self, inodes: &BTreeSet<Inode>, cpu_of_queue: &[usize]) -> bool {
-        let alive = |listener: &Listener| Path::new("/proc").join(listener.pid.to_string()).exists();
-        self.last_search.as_ref().is_some_and(|steered| {
-            steered.inodes == *inodes
+    fn is_current(&self, inodes: &BTreeSet<SocketInode>, cpu_of_queue: &[usize]) -> bool {
+        let is_process_alive = |listener: &ServiceSocket| Path::new("/proc").join(listener.pid.to_string()).exists();
+        self.steered_sockets.as_ref().is_some_and(|steered| {
+            steered.socket_inodes == *inodes
                 && steered.cpu_of_queue == cpu_of_queue
-                && steered.searched_at.elapsed() < SEARCH_INTERVAL
-                && steered.listeners.iter().all(alive)
+                && steered.searched_at.elapsed() < MAX_EPOLL_SEARCH_INTERVAL
+                && steered.listeners.iter().all(is_process_alive)
         })
     }
 
-    fn steer(&self, mode: Steer, found: &[Listener], cpu_of_queue: &[usize]) -> anyhow::Result<()> {
-        let steered: BTreeMap<u64, u32> =
-            self.program.sockets().into_iter().map(|(slot, cookie)| (cookie, slot)).collect();
-        let mut slots = Vec::with_capacity(found.len());
-        let mut attached = false;
+    fn steer_listeners(&self, mode: Steer, found: &[ServiceSocket], cpu_of_queue: &[usize]) -> anyhow::Result<()> {
+        let cookie_slots: BTreeMap<u64, u32> =
+            self.steering_program.worker_sockets().into_iter().map(|(slot, cookie)| (cookie, slot)).collect();
+        let mut listener_slots = Vec::with_capacity(found.len());
+        let mut is_any_attached = false;
         for listener in found {
             let socket = listeners::duplicate_socket(listener)?;
-            let cookie = reuseport::socket_cookie(socket.as_fd())?;
-            slots.push(match steered.get(&cookie) {
+            let socket_cookie = reuseport::socket_cookie(socket.as_fd())?;
+            listener_slots.push(match cookie_slots.get(&socket_cookie) {
                 Some(slot) => *slot,
-                None => self.program.add_socket(socket.as_fd())?,
+                None => self.steering_program.add_socket(socket.as_fd())?,
             });
-            if !attached {
-                self.program.attach(socket.as_fd()).context("the service must listen with SO_REUSEPORT")?;
-                attached = true;
+            if !is_any_attached {
+                self.steering_program.attach(socket.as_fd()).context("the service must listen with SO_REUSEPORT")?;
+                is_any_attached = true;
             }
         }
-        let queues = cpu_of_queue.len().min(intf::MAX_STEERED_QUEUES as usize);
-        let assigned = assign::assign(mode, found, &cpu_of_queue[..queues]);
-        let slots: Vec<Option<u32>> = assigned.into_iter().map(|position| position.map(|at| slots[at])).collect();
-        self.program.set_queues(&slots);
+        let queue_count = cpu_of_queue.len().min(intf::MAX_STEERED_QUEUES as usize);
+        let listener_of_queue = assign::assign_listeners_to_queues(mode, found, &cpu_of_queue[..queue_count]);
+        let slot_of_queue: Vec<Option<u32>> =
+            listener_of_queue.into_iter().map(|position| position.map(|at| listener_slots[at])).collect();
+        self.steering_program.set_slots_of_queues(&slot_of_queue);
         Ok(())
     }
 }
 
-fn pinned_addresses(pin_directory: &Path) -> impl Iterator<Item = SocketAddr> {
-    let entries = fs::read_dir(pin_directory.join("steer")).into_iter().flatten().flatten();
-    entries.filter_map(|entry| parse_pin_name(entry.file_name().to_str()?))
+fn pinned_service_addresses(pin_directory: &Path) -> impl Iterator<Item = SocketAddr> {
+    let pin_entries = fs::read_dir(pin_directory.join("steer")).into_iter().flatten().flatten();
+    pin_entries.filter_map(|entry| parse_pin_name(entry.file_name().to_str()?))
 }
 
 /// Returns the service address that [`pin_name`] encoded in a pin's name.
@@ -258,34 +273,34 @@ mod tests {
     use super::*;
 
     #[test]
-    fn proc_scan_backs_off_while_sockets_have_no_worker() {
-        let (first_search_at, mut looks) = (Instant::now(), Vec::new());
-        let mut incomplete = IncompleteSearch {
-            inodes: BTreeSet::new(),
+    fn search_backs_off_while_sockets_have_no_worker() {
+        let (first_searched_at, mut looks) = (Instant::now(), Vec::new());
+        let mut incomplete_search = IncompleteSearch {
+            socket_inodes: BTreeSet::new(),
             cpu_of_queue: vec![],
-            first_search_at,
-            last_search_at: first_search_at,
+            first_searched_at,
+            last_searched_at: first_searched_at,
         };
         for second in 1..=600 {
-            let now = first_search_at + Duration::from_secs(second);
-            if incomplete.is_due(now) {
-                incomplete.last_search_at = now;
+            let now = first_searched_at + Duration::from_secs(second);
+            if incomplete_search.is_retry_due(now) {
+                incomplete_search.last_searched_at = now;
                 looks.push(second);
             }
         }
         assert_eq!(looks[..6], [1, 2, 3, 4, 5, 7], "soon after a reload");
         assert!(looks.len() < 40, "{looks:?}");
-        assert!(looks.windows(2).all(|pair| pair[1] - pair[0] <= SEARCH_INTERVAL.as_secs()), "{looks:?}");
+        assert!(looks.windows(2).all(|pair| pair[1] - pair[0] <= MAX_EPOLL_SEARCH_INTERVAL.as_secs()), "{looks:?}");
     }
 
     #[test]
-    fn pin_names_contain_addresses() {
-        let address = "10.200.0.1:80".parse().unwrap();
-        assert_eq!(pin_name(address), "10_200_0_1_80");
-        assert_eq!(parse_pin_name("10_200_0_1_80"), Some(address));
+    fn pin_names_encode_addresses() {
+        let service_address = "10.200.0.1:80".parse().unwrap();
+        assert_eq!(pin_name(service_address), "10_200_0_1_80");
+        assert_eq!(parse_pin_name("10_200_0_1_80"), Some(service_address));
         assert_eq!(parse_pin_name("10_200_0_80"), None);
-        let address = "[2001:db8::c8:1]:80".parse().unwrap();
-        assert_eq!(pin_name(address), "2001:db8::c8:1_80");
-        assert_eq!(parse_pin_name("2001:db8::c8:1_80"), Some(address));
+        let service_address = "[2001:db8::c8:1]:80".parse().unwrap();
+        assert_eq!(pin_name(service_address), "2001:db8::c8:1_80");
+        assert_eq!(parse_pin_name("2001:db8::c8:1_80"), Some(service_address));
     }
 }

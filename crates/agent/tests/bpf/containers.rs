@@ -5,47 +5,53 @@ use std::process::Command;
 use coreward_agent::agent::Agent;
 use coreward_testbed::{missing_testbed_rights, skip_if};
 
-use crate::support::{config, configuration, counter, get, testbed, wait_until};
+use crate::support::{agent_config, configuration, create_testbed, http_get, reported_counter, wait_until};
 
 #[test]
-fn containers_are_stamped_with_a_plain_clock_and_reported_otherwise() -> anyhow::Result<()> {
+fn containers_are_stamped_only_with_a_clock_without_offsets() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = testbed("tcontainer")?;
-    testbed.server(1)?.within(|| {
+    let testbed = create_testbed("tcontainer")?;
+    testbed.server(1)?.run_within(|| {
         let container = testbed.start_container(1)?;
-        let mut agent = Agent::start(config(&testbed))?;
+        let mut agent = Agent::start(agent_config(&testbed))?;
         agent.configure(configuration(), &[]);
         let mut port = 20_000;
-        let mut ask = || {
+        let mut request_container = || {
             port += 1;
-            get(&testbed, "/", port)
+            http_get(&testbed, "/", port)
         };
-        wait_until("the container answers", || Ok(ask().is_ok()))?;
+        wait_until("the container answers", || Ok(request_container().is_ok()))?;
 
         container.set_sysctl(&testbed, "net.ipv4.tcp_timestamps", 1)?;
-        let before = counter(&mut agent, "stamped");
+        let stamped_before = reported_counter(&mut agent, "stamped");
         for _ in 0..8 {
-            assert_eq!(ask()?, "contained");
+            assert_eq!(request_container()?, "contained");
         }
-        assert_eq!(counter(&mut agent, "stamped"), before, "a random offset is no clock");
-        agent.maintain();
-        let named =
+        assert_eq!(reported_counter(&mut agent, "stamped"), stamped_before, "a random offset is no clock");
+        agent.run_maintenance();
+        let names_other_namespace =
             |agent: &Agent| agent.warnings().iter().any(|warning| warning.contains("another network namespace"));
-        assert!(named(&agent), "{:?}", agent.warnings());
+        assert!(names_other_namespace(&agent), "{:?}", agent.warnings());
 
         container.set_sysctl(&testbed, "net.ipv4.tcp_timestamps", 2)?;
-        let before =
-            ["egress_forwarded", "stamped", "restored", "egress_foreign_clock"].map(|name| counter(&mut agent, name));
+        let counters_before = ["egress_forwarded", "stamped", "restored", "egress_foreign_clock"]
+            .map(|name| reported_counter(&mut agent, name));
         for _ in 0..8 {
-            assert_eq!(ask()?, "contained");
+            assert_eq!(request_container()?, "contained");
         }
-        let after =
-            ["egress_forwarded", "stamped", "restored", "egress_foreign_clock"].map(|name| counter(&mut agent, name));
+        let counters_after = ["egress_forwarded", "stamped", "restored", "egress_foreign_clock"]
+            .map(|name| reported_counter(&mut agent, name));
         // Each SYN that is sent again is one more.
-        assert!((8..16).contains(&(after[0] - before[0])), "handshakes: {before:?} {after:?}");
+        assert!(
+            (8..16).contains(&(counters_after[0] - counters_before[0])),
+            "handshakes: {counters_before:?} {counters_after:?}"
+        );
         // Each connection: a SYN-ACK, an answer, an end; and what the client sends after the handshake.
-        assert!(after[1] - before[1] >= 3 * 8 && after[2] - before[2] >= 2 * 8, "{before:?} {after:?}");
-        assert_eq!(after[3], before[3]);
+        assert!(
+            counters_after[1] - counters_before[1] >= 3 * 8 && counters_after[2] - counters_before[2] >= 2 * 8,
+            "{counters_before:?} {counters_after:?}"
+        );
+        assert_eq!(counters_after[3], counters_before[3]);
         agent.detach()?;
         drop(container);
         Ok(())
@@ -53,23 +59,23 @@ fn containers_are_stamped_with_a_plain_clock_and_reported_otherwise() -> anyhow:
 }
 
 #[test]
-fn syn_cookie_handshakes_are_not_of_another_namespace() -> anyhow::Result<()> {
+fn syn_cookie_handshakes_are_not_taken_for_another_namespace() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = testbed("tsyncookie")?;
+    let testbed = create_testbed("tsyncookie")?;
     let _nginx = testbed.start_nginx(1)?;
-    testbed.server(1)?.within(|| {
-        let mut agent = Agent::start(config(&testbed))?;
+    testbed.server(1)?.run_within(|| {
+        let mut agent = Agent::start(agent_config(&testbed))?;
         agent.configure(configuration(), &[]);
-        let mut always = Command::new("sysctl");
-        always.args(["-q", "-w", "net.ipv4.tcp_syncookies=2"]);
-        testbed.run(testbed.server(1)?, always)?;
-        wait_until("nginx answers", || Ok(get(&testbed, "/", 20_000).is_ok()))?;
-        let before = counter(&mut agent, "stamped");
+        let mut enable_syn_cookies = Command::new("sysctl");
+        enable_syn_cookies.args(["-q", "-w", "net.ipv4.tcp_syncookies=2"]);
+        testbed.run_command(testbed.server(1)?, enable_syn_cookies)?;
+        wait_until("nginx answers", || Ok(http_get(&testbed, "/", 20_000).is_ok()))?;
+        let stamped_before = reported_counter(&mut agent, "stamped");
         for port in 20_001..20_009 {
-            get(&testbed, "/", port)?;
+            http_get(&testbed, "/", port)?;
         }
-        assert!(counter(&mut agent, "stamped") - before >= 2 * 8);
-        assert_eq!(counter(&mut agent, "egress_forwarded"), 0);
+        assert!(reported_counter(&mut agent, "stamped") - stamped_before >= 2 * 8);
+        assert_eq!(reported_counter(&mut agent, "egress_forwarded"), 0);
         agent.detach()
     })
 }

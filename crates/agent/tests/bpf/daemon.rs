@@ -13,7 +13,7 @@ use coreward_model::rss::{IndirectionTable, RssConfig, RssKey};
 use coreward_model::tuple::{Protocol, ServiceAddress};
 use coreward_rpc::v1::control_server::{Control, ControlServer};
 use coreward_testbed::addresses::SERVICE_ADDRESS;
-use coreward_testbed::nginx::WORKER_PATH;
+use coreward_testbed::nginx::WORKER_IDENTITY_PATH;
 use coreward_testbed::rss_emulation::{read_registers, write_registers};
 use coreward_testbed::{Testbed, missing_testbed_rights, skip_if};
 use coreward_wire::v1::agent_message::Message;
@@ -23,16 +23,19 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::codegen::BoxStream;
 use tonic::{Request, Response, Status, Streaming};
 
-use crate::support::{CORE_COUNT, busy_file, config, configuration, counter, get, server_id, testbed, wait_until};
+use crate::support::{
+    CORE_COUNT, agent_config, busy_time_file, configuration, create_testbed, http_get, reported_counter, server_id,
+    wait_until,
+};
 
 type ReceivedMessages = Arc<Mutex<Vec<v1::AgentMessage>>>;
 
 /// Fake controller that sends one configuration to each agent and records the agent's messages.
 #[derive(Clone, Default)]
 struct FakeController {
-    received: ReceivedMessages,
+    received_messages: ReceivedMessages,
     refuses_agents: bool,
-    refused: Arc<AtomicUsize>,
+    refused_request_count: Arc<AtomicUsize>,
 }
 
 #[tonic::async_trait]
@@ -42,11 +45,11 @@ impl Control for FakeController {
         request: Request<Streaming<v1::AgentMessage>>,
     ) -> Result<Response<BoxStream<v1::AgentUpdate>>, Status> {
         if self.refuses_agents {
-            self.refused.fetch_add(1, Ordering::Relaxed);
+            self.refused_request_count.fetch_add(1, Ordering::Relaxed);
             return Err(Status::not_found("server s1 is not in the controller's file"));
         }
         let (sender, receiver) = mpsc::channel(1);
-        let (received, mut messages) = (self.received.clone(), request.into_inner());
+        let (received, mut messages) = (self.received_messages.clone(), request.into_inner());
         let update = Some(v1::agent_update::Update::Configuration((&configuration()).into()));
         sender.try_send(Ok(v1::AgentUpdate { update })).expect("an empty channel");
         tokio::spawn(async move {
@@ -66,161 +69,175 @@ fn run_agent_until(
     is_enough: impl Fn(&FakeController) -> bool,
 ) -> anyhow::Result<Vec<v1::AgentMessage>> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let address = agent.controllers().addresses()[0];
-    let controller = tonic::transport::Server::builder().add_service(ControlServer::new(listener.clone()));
-    let enough = async {
-        let end = Instant::now() + Duration::from_secs(60);
-        while !is_enough(&listener) && Instant::now() < end {
+    let controller_address = agent.controllers().addresses()[0];
+    let controller_server = tonic::transport::Server::builder().add_service(ControlServer::new(listener.clone()));
+    let received_enough = async {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while !is_enough(&listener) && Instant::now() < deadline {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     };
     runtime.block_on(async {
         tokio::select! {
             never = daemon::serve(agent) => match never? {},
-            outcome = controller.serve(address) => anyhow::Ok(outcome?),
-            () = enough => Ok(()),
+            outcome = controller_server.serve(controller_address) => anyhow::Ok(outcome?),
+            () = received_enough => Ok(()),
         }
     })?;
-    Ok(std::mem::take(&mut listener.received.lock().unwrap()))
+    Ok(std::mem::take(&mut listener.received_messages.lock().unwrap()))
 }
 
 /// Returns whether the controller has received at least `count` reports, of which `detailed` have details.
-fn has_reports(listener: &FakeController, count: usize, detailed: usize) -> bool {
-    let reports = reports(&listener.received.lock().unwrap());
+fn has_received_reports(listener: &FakeController, count: usize, detailed: usize) -> bool {
+    let reports = reports(&listener.received_messages.lock().unwrap());
     reports.len() >= count && reports.iter().filter(|report| report.details.is_some()).count() >= detailed
 }
 
 fn reports(received: &[v1::AgentMessage]) -> Vec<Report> {
-    let report = |message: &v1::AgentMessage| match &message.message {
+    let to_report = |message: &v1::AgentMessage| match &message.message {
         Some(Message::Report(report)) => Some(Report::try_from(report.clone()).expect("a report that can be read")),
         _ => None,
     };
-    received.iter().filter_map(report).collect()
+    received.iter().filter_map(to_report).collect()
 }
 
-fn sysctl() -> String {
+fn tcp_timestamps_sysctl() -> String {
     std::fs::read_to_string("/proc/sys/net/ipv4/tcp_timestamps").unwrap().trim().to_owned()
 }
 
-fn managed() -> RssConfig {
+fn managed_rss() -> RssConfig {
     let indirection_table = IndirectionTable::balanced(server_id().get().into(), 128, CORE_COUNT).unwrap();
     RssConfig { key: RssKey::microsoft(), indirection_table }
 }
 
 #[test]
-fn registers_reports_and_applies_configurations() -> anyhow::Result<()> {
+fn agent_registers_reports_and_applies_configurations() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = testbed("tdaemon")?;
-    testbed.server(1)?.within(|| {
-        let original = read_registers(&testbed.emulated_rss_path(1))?;
-        assert_eq!(sysctl(), "1");
-        let mut agent = Agent::start(config(&testbed))?;
-        assert_eq!(sysctl(), "1", "nothing is stamped yet");
-        std::fs::write(busy_file(&testbed), [5u64, 6, 7, 8].map(u64::to_le_bytes).concat())?;
-        let began = Instant::now();
-        let received = run_agent_until(&mut agent, FakeController::default(), |listener| has_reports(listener, 30, 3))?;
-        let elapsed = began.elapsed();
-        assert_eq!(sysctl(), "2");
+    let testbed = create_testbed("tdaemon")?;
+    testbed.server(1)?.run_within(|| {
+        let original_rss = read_registers(&testbed.emulated_rss_path(1))?;
+        assert_eq!(tcp_timestamps_sysctl(), "1");
+        let mut agent = Agent::start(agent_config(&testbed))?;
+        assert_eq!(tcp_timestamps_sysctl(), "1", "nothing is stamped yet");
+        std::fs::write(busy_time_file(&testbed), [5u64, 6, 7, 8].map(u64::to_le_bytes).concat())?;
+        let started_at = Instant::now();
+        let received_messages =
+            run_agent_until(&mut agent, FakeController::default(), |listener| has_received_reports(listener, 30, 3))?;
+        let elapsed = started_at.elapsed();
+        assert_eq!(tcp_timestamps_sysctl(), "2");
 
-        match &received[0].message {
+        match &received_messages[0].message {
             Some(Message::Registration(registration)) => assert_eq!(registration.server, "s1"),
             other => panic!("{other:?} instead of a registration"),
         }
         // 50 ms between two, after 100 ms for the first.
-        let reports = reports(&received);
-        let at_most = 2 + elapsed.as_millis() as usize / 50;
-        assert!((30..=at_most).contains(&reports.len()), "{} reports in {elapsed:?}", reports.len());
+        let reports = reports(&received_messages);
+        let max_report_count = 2 + elapsed.as_millis() as usize / 50;
+        assert!((30..=max_report_count).contains(&reports.len()), "{} reports in {elapsed:?}", reports.len());
         for (position, report) in reports.iter().enumerate() {
             assert_eq!(report.readings.sequence, position as u64 + 1);
             assert_eq!(report.readings.busy_ns, [5, 6, 7, 8]);
             assert_eq!(report.time_to_live, Duration::from_millis(500));
         }
         // RSS is sent once per generation, as it was set.
-        let printed: Vec<_> =
+        let counters_in_output: Vec<_> =
             reports.iter().filter_map(|report| Some((report.rss_generation, report.rss.clone()?))).collect();
-        assert!(!printed.is_empty() && printed.windows(2).all(|pair| pair[0].0 < pair[1].0), "{printed:?}");
-        let (_, last) = printed.last().expect("not empty");
-        assert_eq!((last.source.as_str(), &last.rss), ("testbed emulation", &Some(managed())));
-        assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, managed());
+        assert!(
+            !counters_in_output.is_empty() && counters_in_output.windows(2).all(|pair| pair[0].0 < pair[1].0),
+            "{counters_in_output:?}"
+        );
+        let (_, last) = counters_in_output.last().expect("not empty");
+        assert_eq!((last.source.as_str(), &last.rss), ("testbed emulation", &Some(managed_rss())));
+        assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, managed_rss());
         // Details at the beginning, once a second and when warnings change.
         let details: Vec<_> = reports.iter().filter_map(|report| report.details.as_ref()).collect();
-        let at_most = 8 + elapsed.as_secs() as usize;
-        assert!((3..=at_most).contains(&details.len()), "{} of {} have details", details.len(), reports.len());
-        let last = details.last().expect("not empty");
-        assert!(last.warnings.iter().any(|warning| warning.contains("no process listens")), "{:?}", last.warnings);
-        assert!(last.counters.iter().any(|(name, _)| name == "stamped"), "{:?}", last.counters);
-        assert!(last.counters.iter().any(|(name, _)| name == "steered"), "{:?}", last.counters);
+        let max_details_count = 8 + elapsed.as_secs() as usize;
+        assert!(
+            (3..=max_details_count).contains(&details.len()),
+            "{} of {} have details",
+            details.len(),
+            reports.len()
+        );
+        let last_details = details.last().expect("not empty");
+        assert!(
+            last_details.warnings.iter().any(|warning| warning.contains("no process listens")),
+            "{:?}",
+            last_details.warnings
+        );
+        assert!(last_details.counters.iter().any(|(name, _)| name == "stamped"), "{:?}", last_details.counters);
+        assert!(last_details.counters.iter().any(|(name, _)| name == "steered"), "{:?}", last_details.counters);
 
-        check_shutdown(&testbed, agent, &original)
+        check_shutdown_and_restart(&testbed, agent, &original_rss)
     })
 }
 
 /// Checks that a shutdown restores RSS but keeps stamping, and that an agent knows the original RSS after a kill.
-fn check_shutdown(testbed: &Testbed, agent: Agent, original: &RssConfig) -> anyhow::Result<()> {
-    agent.leave()?;
+fn check_shutdown_and_restart(testbed: &Testbed, agent: Agent, original: &RssConfig) -> anyhow::Result<()> {
+    agent.shut_down()?;
     assert_eq!(&read_registers(&testbed.emulated_rss_path(1))?, original);
-    assert_eq!(sysctl(), "2", "connections are still stamped");
-    let mut agent = Agent::start(config(testbed))?;
+    assert_eq!(tcp_timestamps_sysctl(), "2", "connections are still stamped");
+    let mut agent = Agent::start(agent_config(testbed))?;
     agent.configure(configuration(), &[]);
-    assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, managed());
+    assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, managed_rss());
     // Killed: nothing is put back.
     drop(agent);
-    assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, managed());
+    assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, managed_rss());
     // Another program sets another table meanwhile.
     write_registers(&testbed.emulated_rss_path(1), &RssConfig { key: RssKey::microsoft(), ..original.clone() })?;
-    let mut agent = Agent::start(config(testbed))?;
+    let mut agent = Agent::start(agent_config(testbed))?;
     agent.configure(configuration(), &[]);
-    assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, managed());
+    assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, managed_rss());
     agent.detach()?;
     assert_eq!(&read_registers(&testbed.emulated_rss_path(1))?, original);
-    assert_eq!(sysctl(), "1");
-    assert!(!config(testbed).pin_directory.exists());
+    assert_eq!(tcp_timestamps_sysctl(), "1");
+    assert!(!agent_config(testbed).pin_directory.exists());
     Ok(())
 }
 
 #[test]
-fn request_to_absent_controller_is_retried() -> anyhow::Result<()> {
+fn agent_retries_after_refusals_and_absence_of_the_controller() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = testbed("trefused")?;
-    testbed.server(1)?.within(|| {
-        let mut agent = Agent::start(config(&testbed))?;
-        let refusing = FakeController { refuses_agents: true, ..FakeController::default() };
-        let is_refused = |listener: &FakeController| listener.refused.load(Ordering::Relaxed) > 0;
-        assert!(run_agent_until(&mut agent, refusing.clone(), is_refused)?.is_empty());
-        assert!(is_refused(&refusing));
+    let testbed = create_testbed("trefused")?;
+    testbed.server(1)?.run_within(|| {
+        let mut agent = Agent::start(agent_config(&testbed))?;
+        let refusing_controller = FakeController { refuses_agents: true, ..FakeController::default() };
+        let is_refused = |listener: &FakeController| listener.refused_request_count.load(Ordering::Relaxed) > 0;
+        assert!(run_agent_until(&mut agent, refusing_controller.clone(), is_refused)?.is_empty());
+        assert!(is_refused(&refusing_controller));
         // No controller at all, then one that accepts it.
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         runtime.block_on(async {
-            let served = tokio::time::timeout(Duration::from_millis(500), daemon::serve(&mut agent)).await;
-            assert!(served.is_err(), "it ended: {served:?}");
+            let serve_result = tokio::time::timeout(Duration::from_millis(500), daemon::serve(&mut agent)).await;
+            assert!(serve_result.is_err(), "it ended: {serve_result:?}");
         });
-        let received = run_agent_until(&mut agent, FakeController::default(), |listener| has_reports(listener, 6, 0))?;
-        assert!(reports(&received).len() > 5);
+        let received_messages =
+            run_agent_until(&mut agent, FakeController::default(), |listener| has_received_reports(listener, 6, 0))?;
+        assert!(reports(&received_messages).len() > 5);
         agent.detach()
     })
 }
 
 #[test]
-fn first_report_waits_for_the_load() -> anyhow::Result<()> {
+fn first_report_waits_until_the_load_is_known() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = testbed("tnoload")?;
-    testbed.server(1)?.within(|| {
-        std::fs::remove_file(busy_file(&testbed))?;
-        let mut agent = Agent::start(config(&testbed))?;
+    let testbed = create_testbed("tnoload")?;
+    testbed.server(1)?.run_within(|| {
+        std::fs::remove_file(busy_time_file(&testbed))?;
+        let mut agent = Agent::start(agent_config(&testbed))?;
         assert_eq!(agent.report(&ReportState::default(), &[]), None);
-        std::fs::write(busy_file(&testbed), [1u64, 2].map(u64::to_le_bytes).concat())?;
-        let report = agent.report(&ReportState::default(), &[]);
-        assert_eq!(report.map(|report| report.core_busy_ns), Some(vec![1, 2]));
+        std::fs::write(busy_time_file(&testbed), [1u64, 2].map(u64::to_le_bytes).concat())?;
+        let first_report = agent.report(&ReportState::default(), &[]);
+        assert_eq!(first_report.map(|report| report.core_busy_ns), Some(vec![1, 2]));
         agent.detach()
     })
 }
 
 #[test]
-fn missing_interface_is_named() -> anyhow::Result<()> {
+fn error_names_the_missing_interface() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = testbed("tnodevice")?;
-    let config = coreward_agent::config::Config { interface: "eth9".to_owned(), ..config(&testbed) };
-    let error = testbed.server(1)?.within(|| Ok(Agent::start(config).err()))?.expect("an error");
+    let testbed = create_testbed("tnodevice")?;
+    let config = coreward_agent::config::Config { interface: "eth9".to_owned(), ..agent_config(&testbed) };
+    let error = testbed.server(1)?.run_within(|| Ok(Agent::start(config).err()))?.expect("an error");
     let text = format!("{error:#}");
     assert!(text.starts_with("interface eth9: expected a device of this network namespace"), "{text}");
     Ok(())
@@ -230,23 +247,25 @@ fn missing_interface_is_named() -> anyhow::Result<()> {
 #[test]
 fn rss_table_not_in_force_is_reported() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let mut testbed = testbed("tforce")?;
+    let mut testbed = create_testbed("tforce")?;
     testbed.add_server()?;
     let nginx = testbed.start_nginx(1)?;
     for (shown, in_force, first_port) in [(1, true, 20_000), (2, false, 30_000)] {
-        let rss = coreward_agent::config::Rss::Testbed { path: testbed.emulated_rss_path(shown), entries: 128 };
-        let config = coreward_agent::config::Config { rss, manage_rss: false, ..config(&testbed) };
-        testbed.server(1)?.within(|| {
+        let emulated_rss =
+            coreward_agent::config::Rss::Testbed { path: testbed.emulated_rss_path(shown), entries: 128 };
+        let config = coreward_agent::config::Config { rss: emulated_rss, manage_rss: false, ..agent_config(&testbed) };
+        testbed.server(1)?.run_within(|| {
             let mut agent = Agent::start(config)?;
             agent.configure(configuration(), &[]);
             for port in first_port..first_port + 64 {
-                get(&testbed, WORKER_PATH, port)?;
+                http_get(&testbed, WORKER_IDENTITY_PATH, port)?;
             }
-            agent.maintain();
-            let (matched, mismatched) = (counter(&mut agent, "rss_matched"), counter(&mut agent, "rss_mismatched"));
+            agent.run_maintenance();
+            let (matched, mismatched) =
+                (reported_counter(&mut agent, "rss_matched"), reported_counter(&mut agent, "rss_mismatched"));
             assert_eq!((matched + mismatched, mismatched == 0), (64, in_force), "{matched} of 64 matched");
-            let warned = agent.warnings().iter().any(|warning| warning.contains("is not in force"));
-            assert_eq!(warned, !in_force, "{:?}", agent.warnings());
+            let is_warned = agent.warnings().iter().any(|warning| warning.contains("is not in force"));
+            assert_eq!(is_warned, !in_force, "{:?}", agent.warnings());
             agent.detach()
         })?;
     }
@@ -255,45 +274,45 @@ fn rss_table_not_in_force_is_reported() -> anyhow::Result<()> {
 }
 
 #[test]
-fn socket_query_returns_open_sockets() -> anyhow::Result<()> {
+fn socket_query_returns_connections_with_open_sockets() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    let testbed = testbed("tchain")?;
+    let testbed = create_testbed("tchain")?;
     // The client replaces a server that exists, an unused address one that does not.
-    let there = testbed.client_address(0);
-    let missing = testbed.client_address(200);
-    testbed.server(1)?.within(|| {
-        let mut agent = Agent::start(config(&testbed))?;
-        let server_before = |id, address| PreviousServer { id: ServerId::try_from(id).unwrap(), address };
-        let previous_servers = vec![server_before(1, there), server_before(2, missing)];
+    let reachable_address = testbed.client_address(0);
+    let absent_address = testbed.client_address(200);
+    testbed.server(1)?.run_within(|| {
+        let mut agent = Agent::start(agent_config(&testbed))?;
+        let previous_server = |id, address| PreviousServer { id: ServerId::try_from(id).unwrap(), address };
+        let previous_servers = vec![previous_server(1, reachable_address), previous_server(2, absent_address)];
         agent.configure(AgentConfiguration { previous_servers, ..configuration() }, &[]);
         wait_until("one of two servers is found", || {
-            agent.maintain();
-            let missing = agent.warnings().iter().find(|warning| warning.starts_with("no MAC address of"));
-            Ok(missing.is_some_and(|warning| !warning.contains(&format!("{there}"))))
+            agent.run_maintenance();
+            let mac_address_warning = agent.warnings().iter().find(|warning| warning.starts_with("no MAC address of"));
+            Ok(mac_address_warning.is_some_and(|warning| !warning.contains(&format!("{reachable_address}"))))
         })?;
-        let both = agent.warnings().iter().any(|warning| warning.contains(&missing.to_string()));
-        assert!(both, "{:?}", agent.warnings());
+        let names_both_addresses = agent.warnings().iter().any(|warning| warning.contains(&absent_address.to_string()));
+        assert!(names_both_addresses, "{:?}", agent.warnings());
         agent.configure(AgentConfiguration { previous_servers: vec![], ..configuration() }, &[]);
         assert!(!agent.warnings().iter().any(|warning| warning.contains("MAC")), "{:?}", agent.warnings());
 
         let listener = TcpListener::bind(SERVICE_ADDRESS)?;
         let client = TcpStream::connect(SERVICE_ADDRESS)?;
-        let open = client.local_addr()?;
-        let nobody = SocketAddr::new(open.ip(), open.port() ^ 1);
-        let service = configuration().services[0].address;
+        let open_client = client.local_addr()?;
+        let unknown_client = SocketAddr::new(open_client.ip(), open_client.port() ^ 1);
+        let service_address = configuration().services[0].address;
         let query = SocketQuery {
             number: 7,
             load_balancer_session: 8,
             server: server_id(),
-            service,
-            clients: vec![nobody, open],
+            service: service_address,
+            clients: vec![unknown_client, open_client],
         };
         assert_eq!(
             agent.answer_socket_query(&query)?,
-            SocketAnswer { number: 7, load_balancer_session: 8, is_open: vec![false, true] }
+            SocketAnswer { number: 7, load_balancer_session: 8, socket_exists: vec![false, true] }
         );
-        let udp = ServiceAddress { protocol: Protocol::Udp, ..service };
-        assert!(agent.answer_socket_query(&SocketQuery { service: udp, ..query }).is_err());
+        let udp_service_address = ServiceAddress { protocol: Protocol::Udp, ..service_address };
+        assert!(agent.answer_socket_query(&SocketQuery { service: udp_service_address, ..query }).is_err());
         drop(listener);
         agent.detach()
     })

@@ -59,29 +59,29 @@ const MAX_NAMED_SERVICES: usize = 3;
 impl RefusedUpdate {
     /// Returns one line for all rejections with the same peer and reason: "lb lb1 refuses configuration 5 of services
     /// a, b: ...".
-    pub fn lines(refused: &[Self]) -> Vec<String> {
-        let mut services: BTreeMap<_, Vec<&str>> = BTreeMap::new();
+    pub fn summary_lines(refused: &[Self]) -> Vec<String> {
+        let mut services_by_refusal: BTreeMap<_, Vec<&str>> = BTreeMap::new();
         for Self { part, name, kind, service, generation, reason } in refused {
             // The kernel's log of a program may be long; the API returns it in full.
             let reason = reason.lines().next().unwrap_or_default();
-            let alike = services.entry((part, name, kind, *generation, reason)).or_default();
-            alike.extend(service.as_deref());
+            let refused_services = services_by_refusal.entry((part, name, kind, *generation, reason)).or_default();
+            refused_services.extend(service.as_deref());
         }
-        let line = |((part, name, kind, generation, reason), services): ((_, _, _, _, _), Vec<&str>)| {
+        let format_line = |((part, name, kind, generation, reason), services): ((_, _, _, _, _), Vec<&str>)| {
             let subject = format!("{part} {name}");
             format!("{} refuses {kind} {generation}{}: {reason}", subject.trim_end(), list_services(&services))
         };
-        services.into_iter().map(line).collect()
+        services_by_refusal.into_iter().map(format_line).collect()
     }
 }
 
 fn list_services(services: &[&str]) -> String {
-    let named = services.get(..MAX_NAMED_SERVICES).unwrap_or(services).join(", ");
+    let named_services = services.get(..MAX_NAMED_SERVICES).unwrap_or(services).join(", ");
     match services.len() {
         0 => String::new(),
-        1 => format!(" of service {named}"),
-        2..=MAX_NAMED_SERVICES => format!(" of services {named}"),
-        all => format!(" of services {named} and {} more", all - MAX_NAMED_SERVICES),
+        1 => format!(" of service {named_services}"),
+        2..=MAX_NAMED_SERVICES => format!(" of services {named_services}"),
+        all => format!(" of services {named_services} and {} more", all - MAX_NAMED_SERVICES),
     }
 }
 
@@ -89,7 +89,7 @@ fn list_services(services: &[&str]) -> String {
 mod tests {
     use super::*;
 
-    fn refused(kind: &str, service: Option<&str>, reason: &str) -> RefusedUpdate {
+    fn refused_update(kind: &str, service: Option<&str>, reason: &str) -> RefusedUpdate {
         let (part, name, kind) = ("lb".to_owned(), "lb1".to_owned(), kind.to_owned());
         RefusedUpdate {
             part,
@@ -103,13 +103,15 @@ mod tests {
 
     #[test]
     fn refusals_with_one_reason_share_a_line() {
-        let many: Vec<String> = (0..43).map(|number| format!("web{number}")).collect();
-        let mut all: Vec<RefusedUpdate> =
-            many.iter().map(|service| refused("configuration", Some(service), "mode \"new\"")).collect();
-        all.push(refused("configuration", None, "no memory\nlibbpf: a log\nof many lines"));
-        all.push(refused("table", Some("web0"), "too large"));
+        let service_names: Vec<String> = (0..43).map(|number| format!("web{number}")).collect();
+        let mut refused_updates: Vec<RefusedUpdate> = service_names
+            .iter()
+            .map(|service| refused_update("configuration", Some(service), "mode \"new\""))
+            .collect();
+        refused_updates.push(refused_update("configuration", None, "no memory\nlibbpf: a log\nof many lines"));
+        refused_updates.push(refused_update("table", Some("web0"), "too large"));
         assert_eq!(
-            RefusedUpdate::lines(&all),
+            RefusedUpdate::summary_lines(&refused_updates),
             [
                 "lb lb1 refuses configuration 5 of services web0, web1, web2 and 40 more: mode \"new\"",
                 "lb lb1 refuses configuration 5: no memory",

@@ -7,27 +7,27 @@ use serde::{Deserialize, Deserializer};
 
 #[derive(Deserialize)]
 #[serde(untagged)]
-enum Number {
+enum JsonNumber {
     Integer(u64),
     Float(f64),
 }
 
-fn to_integer<T: TryFrom<u64, Error: Display>, E: serde::de::Error>(number: Number) -> Result<T, E> {
-    let whole = match number {
-        Number::Integer(whole) => whole,
+fn to_integer<T: TryFrom<u64, Error: Display>, E: serde::de::Error>(number: JsonNumber) -> Result<T, E> {
+    let integer = match number {
+        JsonNumber::Integer(whole) => whole,
         // The conversion is exact below 2^53, the limit in requests.
-        Number::Float(other) if other >= 0.0 && other.fract() == 0.0 && other <= super::MAX_SAFE_INTEGER as f64 => {
+        JsonNumber::Float(other) if other >= 0.0 && other.fract() == 0.0 && other <= super::MAX_SAFE_INTEGER as f64 => {
             other as u64
         }
-        Number::Float(other) => return Err(E::custom(format!("{other}: expected a whole number from 0 on"))),
+        JsonNumber::Float(other) => return Err(E::custom(format!("{other}: expected a whole number from 0 on"))),
     };
-    T::try_from(whole).map_err(|error| E::custom(format!("{whole}: {error}")))
+    T::try_from(integer).map_err(|error| E::custom(format!("{integer}: {error}")))
 }
 
 pub fn whole_number<'de, T: TryFrom<u64, Error: Display>, D: Deserializer<'de>>(
     deserializer: D,
 ) -> Result<T, D::Error> {
     let number =
-        Number::deserialize(deserializer).map_err(|_| D::Error::custom("expected a whole number from 0 on"))?;
+        JsonNumber::deserialize(deserializer).map_err(|_| D::Error::custom("expected a whole number from 0 on"))?;
     to_integer(number)
 }

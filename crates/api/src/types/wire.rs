@@ -61,9 +61,9 @@ impl From<&v1::LoadBalancerState> for LoadBalancerState {
 
 /// Returns the faults of a load balancer's machine, followed by the updates that it rejected.
 fn load_balancer_warnings(state: &v1::LoadBalancerState) -> Vec<String> {
-    let refused: Vec<RefusedUpdate> =
+    let refused_updates: Vec<RefusedUpdate> =
         state.refused.iter().map(|refused| RefusedUpdate::new("it", "", refused)).collect();
-    state.warnings.iter().cloned().chain(RefusedUpdate::lines(&refused)).collect()
+    state.warnings.iter().cloned().chain(RefusedUpdate::summary_lines(&refused_updates)).collect()
 }
 
 impl RefusedUpdate {
@@ -106,8 +106,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_warnings_are_counted() {
-        let refused = |service: &str, reason: &str, table| v1::RefusedUpdate {
+    fn warning_count_includes_faults_and_grouped_refusals() {
+        let refused_update = |service: &str, reason: &str, table| v1::RefusedUpdate {
             service: service.to_owned(),
             generation: 5,
             reason: reason.to_owned(),
@@ -116,11 +116,11 @@ mod tests {
         let state = v1::LoadBalancerState {
             warnings: vec!["the configuration is not saved".to_owned()],
             refused: vec![
-                refused("web0", "mode \"new\"", false),
-                refused("web1", "mode \"new\"", false),
-                refused("", "no memory\na log", false),
-                refused("", "no memory\nanother log", false),
-                refused("web0", "no memory", true),
+                refused_update("web0", "mode \"new\"", false),
+                refused_update("web1", "mode \"new\"", false),
+                refused_update("", "no memory\na log", false),
+                refused_update("", "no memory\nanother log", false),
+                refused_update("web0", "no memory", true),
             ],
             ..Default::default()
         };

@@ -26,9 +26,9 @@ pub async fn drain_status(State(api): State<Api>, Path(name): Path<String>) -> R
     status(&*api.leader_state()?, &name).map(Json)
 }
 
-fn status(shared: &ControllerState, server: &str) -> Result<DrainStatus, Problem> {
-    let now = shared.now();
-    shared.controller().drain_status(server, now).ok_or_else(|| Problem::not_found("server", server))
+fn status(state: &ControllerState, server: &str) -> Result<DrainStatus, Problem> {
+    let now = state.now();
+    state.controller().drain_status(server, now).ok_or_else(|| Problem::not_found("server", server))
 }
 
 /// Drain a server: it gets no new connections until the drain is deleted, whatever the fleet document states
@@ -103,9 +103,9 @@ async fn change(
 }
 
 fn drain_problem(refused: &DrainError) -> Problem {
-    let kind = match refused {
+    let problem_kind = match refused {
         DrainError::UnknownServer(_) | DrainError::NotInService { .. } => ProblemKind::NotFound,
         DrainError::LastServer { .. } => ProblemKind::Conflict,
     };
-    Problem::new(kind, refused.to_string())
+    Problem::new(problem_kind, refused.to_string())
 }

@@ -34,11 +34,11 @@ pub async fn explain(State(api): State<Api>, Query(question): Query<Explain>) ->
 }
 
 fn explain_problem(error: ExplainError) -> Problem {
-    let kind = match &error {
+    let problem_kind = match &error {
         ExplainError::UnknownService { .. } => ProblemKind::NotFound,
         ExplainError::MixedFamilies(_) => ProblemKind::BadRequest,
     };
-    Problem::new(kind, error.to_string())
+    Problem::new(problem_kind, error.to_string())
 }
 
 fn explained_packet(kind: PacketKind, tsecr: Option<u32>) -> ExplainedPacket {

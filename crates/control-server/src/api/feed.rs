@@ -37,31 +37,31 @@ impl Default for StatusFeed {
 
 impl StatusFeed {
     pub fn publish_overview(&self, overview: Overview) {
-        let mut last = self.last_overview.lock();
-        if last.as_ref() != Some(&overview) {
-            publish(&self.overview, &overview);
-            *last = Some(overview);
+        let mut last_overview = self.last_overview.lock();
+        if last_overview.as_ref() != Some(&overview) {
+            publish_json(&self.overview, &overview);
+            *last_overview = Some(overview);
         }
     }
 
     /// Publishes the loads, unless no client watches the fleet.
     pub fn publish_loads(&self, loads: impl FnOnce() -> Loads) {
         if self.loads.receiver_count() > 0 {
-            publish(&self.loads, &loads());
+            publish_json(&self.loads, &loads());
         }
     }
 
     /// Adds a watcher. Fails if [`MAX_WATCHERS`] clients watch already.
     pub fn subscribe(&self) -> Result<Watcher, Problem> {
-        let place = self.watcher_slots.clone().try_acquire_owned().map_err(|_| {
-            let detail = format!("{MAX_WATCHERS} watchers are connected already: expected fewer; retry later");
-            Problem::new(ProblemKind::TooManyRequests, detail).retry_after(10)
+        let watcher_slot = self.watcher_slots.clone().try_acquire_owned().map_err(|_| {
+            let error_detail = format!("{MAX_WATCHERS} watchers are connected already: expected fewer; retry later");
+            Problem::new(ProblemKind::TooManyRequests, error_detail).retry_after(10)
         })?;
-        Ok(Watcher { loads: self.loads.subscribe(), overview: self.overview.subscribe(), _slot: place })
+        Ok(Watcher { loads: self.loads.subscribe(), overview: self.overview.subscribe(), _slot: watcher_slot })
     }
 }
 
-fn publish(sender: &watch::Sender<JsonText>, document: &impl Serialize) {
+fn publish_json(sender: &watch::Sender<JsonText>, document: &impl Serialize) {
     match serde_json::to_string(document) {
         Ok(text) => drop(sender.send_replace(text.into())),
         Err(error) => tracing::warn!(

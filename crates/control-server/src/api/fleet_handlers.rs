@@ -31,18 +31,18 @@ pub async fn fleet(State(api): State<Api>) -> Result<JsonAnswer, Problem> {
     .await
 }
 
-fn document_in_force(shared: &ControllerState) -> (Document, Option<PathBuf>) {
-    let controller = shared.controller();
+fn document_in_force(state: &ControllerState) -> (Document, Option<PathBuf>) {
+    let controller = state.controller();
     (controller.fleet().document.clone(), controller.fleet().document_file.clone())
 }
 
 /// Maximum length of a fleet document's name. Each reported mistake contains the name.
-const MAX_NAME_BYTES: usize = 4096;
+const MAX_DOCUMENT_NAME_BYTES: usize = 4096;
 
 fn check_name(name: &str) -> Result<(), Problem> {
-    if name.len() > MAX_NAME_BYTES {
-        let detail = format!("a name of {} bytes: expected at most {MAX_NAME_BYTES}", name.len());
-        return Err(Problem::new(ProblemKind::BadRequest, detail));
+    if name.len() > MAX_DOCUMENT_NAME_BYTES {
+        let error_detail = format!("a name of {} bytes: expected at most {MAX_DOCUMENT_NAME_BYTES}", name.len());
+        return Err(Problem::new(ProblemKind::BadRequest, error_detail));
     }
     Ok(())
 }
@@ -119,22 +119,22 @@ impl Api {
 
 fn to_fleet_change(change: &config::Change) -> FleetChange {
     let message = change.to_string();
-    let breaks = change.break_reason().map(str::to_owned);
-    let whole = |subject: &String| FleetChange {
+    let breaking_reason = change.break_reason().map(str::to_owned);
+    let whole_subject_change = |subject: &String| FleetChange {
         subject: subject.clone(),
         key: None,
         old: None,
         new: None,
         message: String::new(),
-        breaks: breaks.clone(),
+        breaks: breaking_reason.clone(),
     };
-    let document = match change {
-        config::Change::Added { subject, .. } | config::Change::Removed { subject } => whole(subject),
+    let document_change = match change {
+        config::Change::Added { subject, .. } | config::Change::Removed { subject } => whole_subject_change(subject),
         config::Change::Changed { subject, key, old, new } => {
-            FleetChange { key: Some(key.clone()), old: old.clone(), new: new.clone(), ..whole(subject) }
+            FleetChange { key: Some(key.clone()), old: old.clone(), new: new.clone(), ..whole_subject_change(subject) }
         }
     };
-    FleetChange { message, ..document }
+    FleetChange { message, ..document_change }
 }
 
 /// Check a fleet document and return all mistakes
@@ -179,60 +179,60 @@ mod tests {
     use coreward_store::Store;
     use coreward_store::embedded::EmbeddedStore;
 
-    fn leader(directory: &std::path::Path) -> (Api, StateManager, mpsc::Receiver<ChangeRequest>) {
-        let (path, store) = (directory.join("controller.toml"), directory.join("store"));
+    fn start_leading_api(state_directory: &std::path::Path) -> (Api, StateManager, mpsc::Receiver<ChangeRequest>) {
+        let (path, store) = (state_directory.join("controller.toml"), state_directory.join("store"));
         std::fs::write(&path, format!("listen = \"127.0.0.1:0\"\nstore = {store:?}\n")).unwrap();
         let config = ControllerConfig::load(&path).unwrap();
         let election = LeaderElection::new(None, Security::of(&config.listener_config()).unwrap());
-        let open = || Ok(Store::Embedded(EmbeddedStore::open(&store)?));
-        let manager = StateManager::open(&path, config, election.security.revoked.clone(), open).unwrap();
-        let (shared, changes) =
+        let open_store = || Ok(Store::Embedded(EmbeddedStore::open(&store)?));
+        let manager = StateManager::open(&path, config, election.security.revoked.clone(), open_store).unwrap();
+        let (state, changes) =
             ControllerState::new(Controller::new(manager.fleet()), (manager.clock(), manager.counts()), None);
-        election.become_leader(Arc::new(shared));
-        let guard = Arc::new(AccessControl::new(
-            Arc::new(Tokens::open(directory).unwrap()),
+        election.become_leader(Arc::new(state));
+        let access_control = Arc::new(AccessControl::new(
+            Arc::new(Tokens::open(state_directory).unwrap()),
             Default::default(),
             Arc::default(),
         ));
         let (events, feed, openapi_document) = Default::default();
-        (Api { election: Arc::new(election), guard, events, feed, openapi_document }, manager, changes)
+        (Api { election: Arc::new(election), guard: access_control, events, feed, openapi_document }, manager, changes)
     }
 
     /// If two operators apply documents, each gets the generation of its own document, even if the second document is
     /// already in force.
     #[tokio::test]
-    async fn acknowledgement_names_the_generation_of_the_document() {
+    async fn acknowledgement_names_the_generation_of_the_callers_document() {
         let directory = tempfile::tempdir().unwrap();
-        let (api, mut manager, mut changes) = leader(directory.path());
-        let shared = api.leader_state().unwrap();
-        let put = |generation: u64| {
-            let text = format!("max_connection_lifetime = \"{}h\"\n", generation + 1);
-            let request = NewFleet { name: "fleet.toml".to_owned(), text, generation, dry_run: false };
+        let (api, mut manager, mut changes) = start_leading_api(directory.path());
+        let state = api.leader_state().unwrap();
+        let put_document = |generation: u64| {
+            let document_text = format!("max_connection_lifetime = \"{}h\"\n", generation + 1);
+            let request = NewFleet { name: "fleet.toml".to_owned(), text: document_text, generation, dry_run: false };
             let caller =
                 Caller { role: Role::Operator, address: IpAddr::from([127, 0, 0, 1]), principal: "alice".into() };
             put_fleet(State(api.clone()), Extension(caller), Json(request))
         };
-        let first_has_come = tokio::sync::Notify::new();
-        let both_at_once = async {
-            let mut reported = Vec::new();
+        let first_request_received = tokio::sync::Notify::new();
+        let apply_both_documents = async {
+            let mut reported_generations = Vec::new();
             for _ in 0..2 {
                 let ChangeRequest { change, author, reply: done } = changes.recv().await.unwrap();
-                first_has_come.notify_one();
-                let (back, outcome) = apply_change(manager, &shared, change, author).await.unwrap();
+                first_request_received.notify_one();
+                let (back, outcome) = apply_change(manager, &state, change, author).await.unwrap();
                 manager = back;
-                reported.push((done, outcome));
+                reported_generations.push((done, outcome));
             }
-            reported.into_iter().for_each(|(done, outcome)| done.send(outcome).unwrap());
+            reported_generations.into_iter().for_each(|(done, outcome)| done.send(outcome).unwrap());
         };
-        let second = async {
-            first_has_come.notified().await;
-            put(1).await
+        let put_second_document = async {
+            first_request_received.notified().await;
+            put_document(1).await
         };
-        let (first, second, ()) = tokio::join!(put(0), second, both_at_once);
+        let (first, second, ()) = tokio::join!(put_document(0), put_second_document, apply_both_documents);
         for (applied, expected) in [(first, 1), (second, 2)] {
-            let answer = applied.unwrap_or_else(|problem| panic!("{problem:?}")).into_response().into_body();
-            let text = axum::body::to_bytes(answer, usize::MAX).await.unwrap();
-            assert_eq!(serde_json::from_slice::<FleetApplied>(&text).unwrap().generation, expected);
+            let response_body = applied.unwrap_or_else(|problem| panic!("{problem:?}")).into_response().into_body();
+            let response_text = axum::body::to_bytes(response_body, usize::MAX).await.unwrap();
+            assert_eq!(serde_json::from_slice::<FleetApplied>(&response_text).unwrap().generation, expected);
         }
     }
 }

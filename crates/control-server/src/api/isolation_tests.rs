@@ -18,7 +18,7 @@ use nix::time::{ClockId, clock_gettime};
 use reqwest::{Client, Method};
 use serde_json::json;
 
-use super::{poll_loop, router};
+use super::{router, update_watchers_loop};
 use crate::config::ControllerConfig;
 use crate::server::apply_change;
 use crate::server::controller_state::{ChangeRequest, ControllerState};
@@ -35,8 +35,8 @@ const MAX_DELAY: Duration = Duration::from_millis(20);
 const LARGE_SERVICE_COUNT: usize = 8;
 
 /// Returns the text of the largest fleet document. `additional_line`: makes the document different from others.
-fn fleet(more: &str) -> String {
-    let mut text = more.to_owned();
+fn largest_fleet_text(additional_line: &str) -> String {
+    let mut text = additional_line.to_owned();
     for n in 0..ServerId::COUNT {
         let [high, low] = (n as u16).to_be_bytes();
         text += &format!("[[server]]\nname = \"server-{n}\"\naddress = \"10.2.{high}.{low}\"\n");
@@ -45,8 +45,8 @@ fn fleet(more: &str) -> String {
         let [high, low] = (n as u16).to_be_bytes();
         text += &format!("[[service]]\nname = \"service-{n}\"\nvip = \"10.200.{high}.{low}:80\"\n");
         if n >= LARGE_SERVICE_COUNT {
-            let first = n * 8 % ServerId::COUNT;
-            text += &format!("servers = [\"server-{first}\", \"server-{}\"]\n", first + 1);
+            let first_server = n * 8 % ServerId::COUNT;
+            text += &format!("servers = [\"server-{first_server}\", \"server-{}\"]\n", first_server + 1);
         }
     }
     text
@@ -54,17 +54,17 @@ fn fleet(more: &str) -> String {
 
 struct TestEnv {
     address: SocketAddr,
-    shared: Arc<ControllerState>,
+    state: Arc<ControllerState>,
     client: Client,
     tokens: [String; 2],
     api_thread: Arc<ApiThread>,
     /// Longest wait for the controller's lock since the last query, in nanoseconds.
-    longest_wait_ns: Arc<AtomicU64>,
+    longest_lock_wait_ns: Arc<AtomicU64>,
 }
 
 /// Calls `lock` several times per millisecond until it returns `None`, and records the longest wait: the smaller of
 /// wall-clock and CPU time. Wall-clock time includes a hypervisor's pauses, CPU time includes other threads.
-fn watch_lock(lock: impl Fn() -> Option<()>, longest_wait: Arc<AtomicU64>) {
+fn measure_lock_waits(lock: impl Fn() -> Option<()>, longest_wait: Arc<AtomicU64>) {
     let cpu_time = || Duration::from(clock_gettime(ClockId::CLOCK_PROCESS_CPUTIME_ID).unwrap());
     loop {
         let (start, start_cpu) = (Instant::now(), cpu_time());
@@ -96,7 +96,7 @@ impl ApiThread {
 }
 
 /// Measures the CPU time between yields of the API's thread. A due request waits at least as long as this future.
-async fn watch_thread(api_thread: Arc<ApiThread>) {
+async fn measure_thread_busy_time(api_thread: Arc<ApiThread>) {
     let cpu_time = || Duration::from(clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).unwrap()).as_nanos() as u64;
     let mut before = cpu_time();
     loop {
@@ -134,7 +134,7 @@ impl TestEnv {
 
     /// Returns the longest wait for the controller's lock since the last call.
     fn take_longest_wait(&self) -> Duration {
-        Duration::from_nanos(self.longest_wait_ns.swap(0, Ordering::Relaxed))
+        Duration::from_nanos(self.longest_lock_wait_ns.swap(0, Ordering::Relaxed))
     }
 }
 
@@ -146,56 +146,57 @@ fn with_env(directory: &Path, test: impl AsyncFnOnce(&TestEnv)) {
     std::fs::write(&path, format!("listen = \"127.0.0.1:0\"\nstore = {store:?}\n")).unwrap();
     let config = ControllerConfig::load(&path).unwrap();
     let election = LeaderElection::new(None, Security::of(&config.listener_config()).unwrap());
-    let open = || Ok(Store::Embedded(EmbeddedStore::open(&store)?));
-    let mut manager = StateManager::open(&path, config, election.security.revoked.clone(), open).unwrap();
-    let (shared, mut changes) =
+    let open_store = || Ok(Store::Embedded(EmbeddedStore::open(&store)?));
+    let mut manager = StateManager::open(&path, config, election.security.revoked.clone(), open_store).unwrap();
+    let (state, mut changes) =
         ControllerState::new(Controller::new(manager.fleet()), (manager.clock(), manager.counts()), None);
-    let shared = Arc::new(shared);
-    shared.settle();
-    election.become_leader(shared.clone());
-    let drawn = Arc::new(Tokens::open(directory).unwrap());
+    let state = Arc::new(state);
+    state.settle();
+    election.become_leader(state.clone());
+    let api_tokens = Arc::new(Tokens::open(directory).unwrap());
     let listener = Listener::bind(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
     let address = listener.address();
-    let token = |role| std::fs::read_to_string(token_file(directory, role)).unwrap().trim().to_owned();
-    let tokens = [Role::Viewer, Role::Operator].map(token);
+    let read_token = |role| std::fs::read_to_string(token_file(directory, role)).unwrap().trim().to_owned();
+    let tokens = [Role::Viewer, Role::Operator].map(read_token);
     let client = Client::builder().no_proxy().build().unwrap();
     let (api_thread, longest_wait_ns) = (Arc::default(), Arc::<AtomicU64>::default());
-    let (weak, waits) = (Arc::downgrade(&shared), longest_wait_ns.clone());
-    std::thread::spawn(move || watch_lock(|| weak.upgrade().map(|shared| drop(shared.controller())), waits));
-    let env = TestEnv { address, shared: shared.clone(), client, tokens, api_thread, longest_wait_ns };
+    let (weak, waits) = (Arc::downgrade(&state), longest_wait_ns.clone());
+    std::thread::spawn(move || measure_lock_waits(|| weak.upgrade().map(|state| drop(state.controller())), waits));
+    let env =
+        TestEnv { address, state: state.clone(), client, tokens, api_thread, longest_lock_wait_ns: longest_wait_ns };
     tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap().block_on(async {
-        let (router, api) = router(Arc::new(election), drawn).unwrap();
-        let watch = watch_thread(env.api_thread.clone());
-        let beside = async {
-            tokio::join!(poll_loop(api), watch);
+        let (router, api) = router(Arc::new(election), api_tokens).unwrap();
+        let measure_thread = measure_thread_busy_time(env.api_thread.clone());
+        let background_tasks = async {
+            tokio::join!(update_watchers_loop(api), measure_thread);
         };
-        let _serving = listener.serve(PlainAcceptor, router, || (), beside).unwrap();
-        let keep = async {
+        let _serving = listener.serve(PlainAcceptor, router, || (), background_tasks).unwrap();
+        let process_changes = async {
             while let Some(ChangeRequest { change, author, reply: done }) = changes.recv().await {
-                let (back, outcome) = apply_change(manager, &shared, change, author).await.unwrap();
+                let (back, outcome) = apply_change(manager, &state, change, author).await.unwrap();
                 manager = back;
                 let _ = done.send(outcome);
             }
         };
         tokio::select! {
-            () = keep => {}
+            () = process_changes => {}
             () = test(&env) => {}
         }
     });
 }
 
-fn document(text: &str) -> String {
+fn check_request_body(text: &str) -> String {
     json!({ "name": "fleet.toml", "text": text }).to_string()
 }
 
-fn repeat_server(unit: &str) -> String {
-    let bytes = json!(unit).to_string().len() - 2;
-    document(&unit.repeat((MAX_DOCUMENT_BYTES - 100) / bytes))
+fn server_list_of_maximum_size(server_json: &str) -> String {
+    let json_byte_count = json!(server_json).to_string().len() - 2;
+    check_request_body(&server_json.repeat((MAX_DOCUMENT_BYTES - 100) / json_byte_count))
 }
 
 fn largest_requests() -> Vec<Request> {
-    let fleet = fleet("");
-    let check = |text| (Method::POST, "/v1/check".to_owned(), Role::Viewer, text);
+    let fleet_text = largest_fleet_text("");
+    let check_request = |text| (Method::POST, "/v1/check".to_owned(), Role::Viewer, text);
     let mut requests: Vec<Request> = [
         "=\n",
         "a=1\n",
@@ -214,13 +215,18 @@ fn largest_requests() -> Vec<Request> {
         "'''",
     ]
     .into_iter()
-    .map(|unit| check(repeat_server(unit)))
+    .map(|unit| check_request(server_list_of_maximum_size(unit)))
     .collect();
-    let unknown: String = (0..300_000).map(|n| format!("\"server-{n}x\",")).collect();
-    requests.push(check(document(&format!("{fleet}[[service]]\nname=\"x\"\nservers=[{unknown}]\n"))));
-    requests.push(check(document(&format!("{fleet}[[service]]\nname=\"x\"\nservers=[\"{}\"]\n", "s".repeat(4 << 20)))));
-    requests.push(check(document(&fleet)));
-    requests.push(check("[".repeat(MAX_DOCUMENT_BYTES)));
+    let unknown_servers: String = (0..300_000).map(|n| format!("\"server-{n}x\",")).collect();
+    requests.push(check_request(check_request_body(&format!(
+        "{fleet_text}[[service]]\nname=\"x\"\nservers=[{unknown_servers}]\n"
+    ))));
+    requests.push(check_request(check_request_body(&format!(
+        "{fleet_text}[[service]]\nname=\"x\"\nservers=[\"{}\"]\n",
+        "s".repeat(4 << 20)
+    ))));
+    requests.push(check_request(check_request_body(&fleet_text)));
+    requests.push(check_request("[".repeat(MAX_DOCUMENT_BYTES)));
     requests.push((Method::POST, "/v1/keys/rotate".to_owned(), Role::Operator, "[".repeat(DEFAULT_MAX_BODY_BYTES)));
     for path in [
         "status?rss_keys=true",
@@ -249,7 +255,7 @@ fn largest_requests() -> Vec<Request> {
 /// Maximum number of attempts. A hypervisor's pause may count as CPU time, but not in every attempt.
 const MAX_ATTEMPTS: u64 = 5;
 
-async fn assert_no_delay(env: &TestEnv, request: impl Fn(u64) -> Request) {
+async fn assert_request_causes_no_delay(env: &TestEnv, request: impl Fn(u64) -> Request) {
     let mut seen = String::new();
     for attempt in 0..MAX_ATTEMPTS {
         let (thread, waited);
@@ -265,19 +271,20 @@ async fn assert_no_delay(env: &TestEnv, request: impl Fn(u64) -> Request) {
 }
 
 #[test]
-fn largest_request_delays_no_table() {
+fn largest_request_delays_neither_requests_nor_tables() {
     let directory = tempfile::tempdir().unwrap();
     with_env(directory.path(), async |env| {
-        assert_no_delay(env, |attempt| {
-            let text = fleet(&format!("# {attempt}\n"));
-            let put = json!({ "name": "fleet.toml", "text": text, "generation": attempt, "dry_run": false });
-            (Method::PUT, "/v1/fleet".to_owned(), Role::Operator, put.to_string())
+        assert_request_causes_no_delay(env, |attempt| {
+            let fleet_text = largest_fleet_text(&format!("# {attempt}\n"));
+            let request_body =
+                json!({ "name": "fleet.toml", "text": fleet_text, "generation": attempt, "dry_run": false });
+            (Method::PUT, "/v1/fleet".to_owned(), Role::Operator, request_body.to_string())
         })
         .await;
         // Policies run before the measurement, because they belong to no request.
-        env.shared.make_due_tables(Duration::from_secs(3600));
+        env.state.make_due_tables(Duration::from_secs(3600));
         for request in largest_requests() {
-            assert_no_delay(env, |_| request.clone()).await;
+            assert_request_causes_no_delay(env, |_| request.clone()).await;
         }
     });
 }

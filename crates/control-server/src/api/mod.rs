@@ -35,7 +35,7 @@ use tokio::signal::unix::Signal;
 use tokio::time::{Instant, MissedTickBehavior};
 
 use crate::server::controller_state::ControllerState;
-use crate::server::leader_election::{Leader, LeaderElection, is_deposed};
+use crate::server::leader_election::{Leader, LeaderElection, is_caused_by_deposition};
 use coreward_daemon::priority::lower_thread_priority;
 use coreward_store::StoreError;
 use events::EventLog;
@@ -67,23 +67,23 @@ impl Api {
 impl Api {
     /// Returns the HTTP problem that describes why a change was not made.
     fn change_problem(&self, error: &anyhow::Error) -> Problem {
-        if is_deposed(error) || self.election.leader_state().is_err() {
+        if is_caused_by_deposition(error) || self.election.leader_state().is_err() {
             self.not_leading_problem(Some(error))
         } else if error.downcast_ref::<StoreError>().is_some() {
             Problem::new(ProblemKind::NotStored, format!("{error:#}")).retry_after(10)
         } else {
-            Problem::internal(error)
+            Problem::internal_error(error)
         }
     }
 
     fn not_leading_problem(&self, error: Option<&anyhow::Error>) -> Problem {
         let leader = self.election.leader();
-        let detail = match (error, &leader) {
+        let error_detail = match (error, &leader) {
             (Some(error), _) => format!("{error:#}"),
             (None, Some(leader)) => format!("this controller does not lead: {leader} does"),
             (None, None) => "this controller does not lead, and no other one does at this moment".to_owned(),
         };
-        let problem = Problem::new(ProblemKind::NotLeading, detail).retry_after(1);
+        let problem = Problem::new(ProblemKind::NotLeading, error_detail).retry_after(1);
         let Some(Leader { address, api }) = leader else { return problem };
         Problem { leader: Some(address.to_string().into()), leader_api: api.map(Into::into), ..problem }
     }
@@ -133,17 +133,18 @@ async fn openapi(State(api): State<Api>) -> impl IntoResponse {
 
 /// Returns the router of all endpoints, and the state that its handlers share.
 fn router(election: Arc<LeaderElection>, tokens: Arc<Tokens>) -> anyhow::Result<(Router, Api)> {
-    let guard = Arc::new(AccessControl::new(tokens, election.security.revoked.clone(), election.api_requests.clone()));
+    let access_control =
+        Arc::new(AccessControl::new(tokens, election.security.revoked.clone(), election.api_requests.clone()));
     let api = Api {
         election,
-        guard: guard.clone(),
+        guard: access_control.clone(),
         events: Arc::default(),
         feed: Arc::default(),
         openapi_document: Arc::default(),
     };
-    let (router, document) = endpoints(guard).into_parts();
-    let text = document.to_json().context("the OpenAPI document cannot be written")?;
-    api.openapi_document.get_or_init(|| text);
+    let (router, document) = endpoints(access_control).into_parts();
+    let openapi_text = document.to_json().context("the OpenAPI document cannot be written")?;
+    api.openapi_document.get_or_init(|| openapi_text);
     Ok((router.merge(dashboard::routes()).with_state(api.clone()), api))
 }
 
@@ -156,11 +157,11 @@ pub fn serve(
     hangup: Signal,
 ) -> anyhow::Result<RunningServer> {
     let (router, api) = router(election, tokens)?;
-    let guard = api.guard.clone();
-    let begin_thread = || lower_thread_priority("API worker");
-    listener.serve(acceptor, router, begin_thread, async move {
+    let access_control = api.guard.clone();
+    let on_thread_start = || lower_thread_priority("API worker");
+    listener.serve(acceptor, router, on_thread_start, async move {
         lower_thread_priority("API");
-        tokio::join!(poll_loop(api), reload_tokens_on_sighup(&guard, hangup));
+        tokio::join!(update_watchers_loop(api), reload_tokens_on_sighup(&access_control, hangup));
     })
 }
 
@@ -178,7 +179,7 @@ async fn reload_tokens_on_sighup(guard: &AccessControl, mut hangup: Signal) {
 }
 
 /// Records events and updates the documents of watchers at regular intervals, forever.
-async fn poll_loop(api: Api) {
+async fn update_watchers_loop(api: Api) {
     let mut due = tokio::time::interval(feed::MIN_LOADS_INTERVAL);
     due.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut next_poll = Instant::now();

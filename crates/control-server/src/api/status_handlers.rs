@@ -58,8 +58,8 @@ pub async fn status(
 /// Returns the controller's state. Fails if the query asks for more than this caller may read.
 fn visible_state(api: &Api, caller: Caller, query: StatusQuery) -> Result<Arc<ControllerState>, Problem> {
     if query.rss_keys && caller.role < Role::Operator {
-        let detail = "whole RSS keys are for operators: expected the operator's token, or no `rss_keys`";
-        return Err(Problem::new(ProblemKind::Forbidden, detail));
+        let error_detail = "whole RSS keys are for operators: expected the operator's token, or no `rss_keys`";
+        return Err(Problem::new(ProblemKind::Forbidden, error_detail));
     }
     api.leader_state()
 }

@@ -6,38 +6,41 @@ use coreward_config::Source;
 
 use super::*;
 
-const CONTROLLER: &str = "listen = \"127.0.0.1:7400\"\nstore = \"/var/lib/coreward/controller.redb\"\n";
+const CONTROLLER_TOML: &str = "listen = \"127.0.0.1:7400\"\nstore = \"/var/lib/coreward/controller.redb\"\n";
 
-fn controller(text: &str) -> Result<ControllerConfig, String> {
+fn parse_controller_config(text: &str) -> Result<ControllerConfig, String> {
     let source = Source::from_text("/etc/coreward/controller.toml", text);
     ControllerConfig::parse(&source).map_err(|mistakes| mistakes.to_string())
 }
 
 #[test]
-fn controller_file_is_parsed_and_mistakes_are_named() {
-    let config = controller(&format!("{CONTROLLER}fleet = \"fleet.toml\"\n")).unwrap();
+fn controller_file_is_parsed_and_mistakes_name_their_keys() {
+    let config = parse_controller_config(&format!("{CONTROLLER_TOML}fleet = \"fleet.toml\"\n")).unwrap();
     assert_eq!(config.fleet.as_deref(), Some(Path::new("/etc/coreward/fleet.toml")));
-    assert!(controller(CONTROLLER).unwrap().fleet.is_none());
-    let mistakes =
-        controller("stores = \"x\"\nrss_key = \"6d:5a\"\nload_ewma_alpha = 0.5\n[[server]]\nname = \"s1\"\n")
-            .unwrap_err();
-    let file = "/etc/coreward/controller.toml";
+    assert!(parse_controller_config(CONTROLLER_TOML).unwrap().fleet.is_none());
+    let mistakes = parse_controller_config(
+        "stores = \"x\"\nrss_key = \"6d:5a\"\nload_ewma_alpha = 0.5\n[[server]]\nname = \"s1\"\n",
+    )
+    .unwrap_err();
+    let file_path = "/etc/coreward/controller.toml";
     assert_eq!(
         mistakes,
         format!(
-            "{file}:1:1: key `stores`: is not known: expected one of `listen`, `api`, `token_directory`, `store`, \
+            "{file_path}:1:1: key `stores`: is not known: expected one of `listen`, `api`, `token_directory`, `store`, \
              `etcd`, \
              `metrics`, `fleet`, `rss_key_file`, `tls`, `revoked_certificates`, `allow_plaintext` (nearest: `store`)\n\
-             {file}:1:1: key `listen`: is missing: expected an address and a port, as \"10.1.0.1:7400\"\n\
-             {file}:1:1: neither `store` nor [etcd]: expected `store = \"/var/lib/coreward/controller.redb\"`, or \
+             {file_path}:1:1: key `listen`: is missing: expected an address and a port, as \"10.1.0.1:7400\"\n\
+             {file_path}:1:1: neither `store` nor [etcd]: expected `store = \"/var/lib/coreward/controller.redb\"`, or \
              [etcd] for \
              several controllers\n\
-             {file}:2:1: key `rss_key`: is not known here: expected `rss_key_file = \"FILE\"`, with the key in FILE, \
+             {file_path}:2:1: key `rss_key`: is not known here: expected `rss_key_file = \"FILE\"`, with the key in \
+             FILE, \
              as it \
              is a secret\n\
-             {file}:3:1: key `load_ewma_alpha`: is not known here: expected it in the fleet's own file, which `fleet = \
+             {file_path}:3:1: key `load_ewma_alpha`: is not known here: expected it in the fleet's own file, which \
+             `fleet = \
              \"fleet.toml\"` names here\n\
-             {file}:4:3: key `server`: is not known here: expected it in the fleet's own file, which `fleet = \
+             {file_path}:4:3: key `server`: is not known here: expected it in the fleet's own file, which `fleet = \
              \"fleet.toml\"` names here"
         )
     );
@@ -45,20 +48,21 @@ fn controller_file_is_parsed_and_mistakes_are_named() {
 
 #[test]
 fn reload_names_the_keys_that_need_a_restart() {
-    let old = controller(CONTROLLER).unwrap();
-    let keys = |text: &str| old.keys_needing_restart(&controller(text).unwrap());
-    assert!(keys(CONTROLLER).is_empty());
-    let read_again = format!("{CONTROLLER}fleet = \"fleet.toml\"\nrevoked_certificates = [\"{}\"]\n", "ab".repeat(32));
-    assert!(keys(&read_again).is_empty());
-    assert_eq!(keys(&CONTROLLER.replace("7400", "7410")), ["listen"]);
-    assert_eq!(keys(&CONTROLLER.replace("controller.redb", "other.redb")), ["store"]);
+    let old_config = parse_controller_config(CONTROLLER_TOML).unwrap();
+    let restart_keys = |text: &str| old_config.keys_needing_restart(&parse_controller_config(text).unwrap());
+    assert!(restart_keys(CONTROLLER_TOML).is_empty());
+    let reloadable_text =
+        format!("{CONTROLLER_TOML}fleet = \"fleet.toml\"\nrevoked_certificates = [\"{}\"]\n", "ab".repeat(32));
+    assert!(restart_keys(&reloadable_text).is_empty());
+    assert_eq!(restart_keys(&CONTROLLER_TOML.replace("7400", "7410")), ["listen"]);
+    assert_eq!(restart_keys(&CONTROLLER_TOML.replace("controller.redb", "other.redb")), ["store"]);
     for (key, value) in [
         ("api", "\"127.0.0.1:7999\""),
         ("metrics", "\"127.0.0.1:7998\""),
         ("token_directory", "\"/var/lib/other\""),
         ("allow_plaintext", "true"),
     ] {
-        assert_eq!(keys(&format!("{CONTROLLER}{key} = {value}\n")), [key]);
+        assert_eq!(restart_keys(&format!("{CONTROLLER_TOML}{key} = {value}\n")), [key]);
     }
 }
 
@@ -80,88 +84,106 @@ fn all_mistakes_are_reported_at_once() {
 
 #[test]
 fn store_and_etcd_are_mutually_exclusive() {
-    let listen = "listen = \"127.0.0.1:7400\"\n";
-    let etcd = "[etcd]\nendpoints = [\"http://10.1.0.5:2379\", \"http://10.1.0.6:2379\"]\n";
+    let listen_line = "listen = \"127.0.0.1:7400\"\n";
+    let etcd_section = "[etcd]\nendpoints = [\"http://10.1.0.5:2379\", \"http://10.1.0.6:2379\"]\n";
     for nested in ["/coreward/parts", "/a/leader/b", "/manifest"] {
-        let wrong = controller(&format!("{listen}{etcd}prefix = {nested:?}\n")).unwrap_err().to_string();
-        assert!(wrong.contains("no segment of leader, manifest, parts"), "{wrong}");
+        let error_text = parse_controller_config(&format!("{listen_line}{etcd_section}prefix = {nested:?}\n"))
+            .unwrap_err()
+            .to_string();
+        assert!(error_text.contains("no segment of leader, manifest, parts"), "{error_text}");
     }
-    let StoreLocation::Etcd(config) = controller(&format!("{listen}{etcd}")).unwrap().store else { panic!("in etcd") };
+    let StoreLocation::Etcd(config) = parse_controller_config(&format!("{listen_line}{etcd_section}")).unwrap().store
+    else {
+        panic!("in etcd")
+    };
     assert_eq!(config.endpoints, ["http://10.1.0.5:2379", "http://10.1.0.6:2379"]);
     assert_eq!((config.prefix.as_str(), config.lease_duration), ("/coreward", Duration::from_secs(5)));
     assert_eq!((config.advertised_address, config.tls), ("127.0.0.1:7400".parse().unwrap(), None));
-    assert_eq!(config.advertised_api, None, "it listens on its own host only");
-    let advertised = format!("{listen}{etcd}advertise_api = \"https://c1.example:443\"\n");
-    let StoreLocation::Etcd(config) = controller(&advertised).unwrap().store else { panic!("in etcd") };
-    assert_eq!(config.advertised_api.as_deref(), Some("https://c1.example:443"));
-    let tls =
+    assert_eq!(config.advertised_api_url, None, "it listens on its own host only");
+    let advertised_api_text = format!("{listen_line}{etcd_section}advertise_api = \"https://c1.example:443\"\n");
+    let StoreLocation::Etcd(config) = parse_controller_config(&advertised_api_text).unwrap().store else {
+        panic!("in etcd")
+    };
+    assert_eq!(config.advertised_api_url.as_deref(), Some("https://c1.example:443"));
+    let tls_section =
         "[etcd]\nendpoints = [\"https://a:1\"]\ntls = { ca = \"ca.pem\", certificate = \"c.pem\", key = \"k.pem\" }\n";
-    let StoreLocation::Etcd(config) = controller(&format!("{listen}{tls}")).unwrap().store else { panic!("in etcd") };
+    let StoreLocation::Etcd(config) = parse_controller_config(&format!("{listen_line}{tls_section}")).unwrap().store
+    else {
+        panic!("in etcd")
+    };
     assert_eq!(config.tls.unwrap().client_certificate_and_key.unwrap().1, Path::new("/etc/coreward/k.pem"));
     let cases = [
-        (listen.to_owned(), "1:1: neither `store` nor [etcd]: expected"),
-        (format!("{CONTROLLER}{etcd}"), "3:1: key `etcd`: both `store` and [etcd]: expected one of them"),
+        (listen_line.to_owned(), "1:1: neither `store` nor [etcd]: expected"),
+        (format!("{CONTROLLER_TOML}{etcd_section}"), "3:1: key `etcd`: both `store` and [etcd]: expected one of them"),
         (
-            format!("fleet = \"f.toml\"\n{listen}{etcd}"),
+            format!("fleet = \"f.toml\"\n{listen_line}{etcd_section}"),
             "1:9: key `fleet`: several controllers may each have another file",
         ),
         (
-            format!("listen = \"0.0.0.0:7400\"\nallow_plaintext = true\n{etcd}"),
+            format!("listen = \"0.0.0.0:7400\"\nallow_plaintext = true\n{etcd_section}"),
             "3:1: key `etcd`: others cannot reach 0.0.0.0:7400: expected `advertise`",
         ),
-        (format!("{listen}{etcd}lease = \"2500ms\"\n"), "4:9: key `etcd.lease`: a lease in parts of a second"),
         (
-            format!("{listen}{etcd}lease = \"1s\"\n"),
+            format!("{listen_line}{etcd_section}lease = \"2500ms\"\n"),
+            "4:9: key `etcd.lease`: a lease in parts of a second",
+        ),
+        (
+            format!("{listen_line}{etcd_section}lease = \"1s\"\n"),
             "4:9: key `etcd.lease`: \"1s\": expected a time with its unit, from",
         ),
-        (format!("{listen}{etcd}prefix = \"/a/\"\n"), "4:10: key `etcd.prefix`: \"/a/\": expected what all keys"),
         (
-            format!("{listen}[etcd]\nendpoints = [\"10.1.0.5:2379\"]\n"),
+            format!("{listen_line}{etcd_section}prefix = \"/a/\"\n"),
+            "4:10: key `etcd.prefix`: \"/a/\": expected what all keys",
+        ),
+        (
+            format!("{listen_line}[etcd]\nendpoints = [\"10.1.0.5:2379\"]\n"),
             "3:14: key `etcd.endpoints`: \"10.1.0.5:2379\": expected a member of etcd",
         ),
         (
-            format!("{listen}[etcd]\nendpoints = [\"https://a:1\"]\n"),
+            format!("{listen_line}[etcd]\nendpoints = [\"https://a:1\"]\n"),
             "3:14: key `etcd.endpoints`: https://a:1: expected [etcd.tls] with `ca`",
         ),
         (
-            format!("{listen}[etcd]\nendpoints = [\"http://a:1\", \"http://a:1\"]\n"),
+            format!("{listen_line}[etcd]\nendpoints = [\"http://a:1\", \"http://a:1\"]\n"),
             "3:28: key `etcd.endpoints`: http://a:1 is named twice",
         ),
         (
-            format!("{listen}{etcd}advertise_api = \"http://c1:7401\"\n"),
+            format!("{listen_line}{etcd_section}advertise_api = \"http://c1:7401\"\n"),
             "4:17: key `etcd.advertise_api`: \"http://c1:7401\": expected where an API is, as \"https://",
         ),
-        (format!("{listen}[etcd]\nendpoints = []\n"), "2:1: key `etcd`: no endpoints: expected at least one"),
+        (format!("{listen_line}[etcd]\nendpoints = []\n"), "2:1: key `etcd`: no endpoints: expected at least one"),
     ];
     for (text, message) in cases {
-        let mistakes = controller(&text).unwrap_err();
-        let start = format!("/etc/coreward/controller.toml:{message}");
-        assert!(mistakes.starts_with(&start), "{mistakes}\nexpected: {start}");
+        let mistakes = parse_controller_config(&text).unwrap_err();
+        let expected_start = format!("/etc/coreward/controller.toml:{message}");
+        assert!(mistakes.starts_with(&expected_start), "{mistakes}\nexpected: {expected_start}");
     }
 }
 
 #[test]
 fn missing_certificate_file_is_rejected() {
-    let text = CONTROLLER.replace("127.0.0.1", "10.1.0.1");
-    assert!(!controller(&text).unwrap().allow_plaintext);
-    assert!(controller(&format!("{text}allow_plaintext = true\n")).unwrap().allow_plaintext);
-    let missing =
-        controller(&format!("{text}[tls]\nca = \"none.crt\"\ncertificate = \"own.crt\"\nkey = \"own.key\"\n"));
-    assert!(missing.unwrap_err().starts_with(
+    let text = CONTROLLER_TOML.replace("127.0.0.1", "10.1.0.1");
+    assert!(!parse_controller_config(&text).unwrap().allow_plaintext);
+    assert!(parse_controller_config(&format!("{text}allow_plaintext = true\n")).unwrap().allow_plaintext);
+    let missing_file_error = parse_controller_config(&format!(
+        "{text}[tls]\nca = \"none.crt\"\ncertificate = \"own.crt\"\nkey = \"own.key\"\n"
+    ));
+    assert!(missing_file_error.unwrap_err().starts_with(
         "/etc/coreward/controller.toml:4:6: key `tls.ca`: /etc/coreward/none.crt: No such file or directory"
     ));
 }
 
 #[test]
 fn revoked_certificates_are_fingerprints() {
-    let text = format!("{CONTROLLER}revoked_certificates = [\"AB:CD\"]\n");
+    let text = format!("{CONTROLLER_TOML}revoked_certificates = [\"AB:CD\"]\n");
     assert_eq!(
-        controller(&text).unwrap_err(),
+        parse_controller_config(&text).unwrap_err(),
         "/etc/coreward/controller.toml:3:25: key `revoked_certificates`: fingerprint \"AB:CD\": expected the 32 bytes \
          of a \
          SHA-256 in hexadecimal, as `coreward certs show` prints them"
     );
     let fingerprint = "AB".repeat(32);
-    let config = controller(&format!("{CONTROLLER}revoked_certificates = [\"{fingerprint}\"]\n")).unwrap();
+    let config =
+        parse_controller_config(&format!("{CONTROLLER_TOML}revoked_certificates = [\"{fingerprint}\"]\n")).unwrap();
     assert!(config.revoked_certificates[0].to_string().starts_with("AB:AB:"));
 }

@@ -27,7 +27,7 @@ pub struct EtcdConfig {
     /// Address at which daemons reach this controller.
     pub advertised_address: SocketAddr,
     /// URL of this controller's API for other hosts, `https://HOST:PORT`; `None`: the API listens on its own host only.
-    pub advertised_api: Option<String>,
+    pub advertised_api_url: Option<String>,
     pub tls: Option<EtcdTlsConfig>,
 }
 
@@ -79,9 +79,9 @@ pub struct Endpoint(pub String);
 impl FromToml for Endpoint {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parse_text(value, reader, |text| {
-            let place = text.strip_prefix("https://").or_else(|| text.strip_prefix("http://"));
-            let right = place.is_some_and(is_host_and_port);
-            right.then(|| Self(text.to_owned())).ok_or_else(|| format!("{text:?}: expected {}", Self::expected()))
+            let host_and_port = text.strip_prefix("https://").or_else(|| text.strip_prefix("http://"));
+            let is_valid = host_and_port.is_some_and(is_host_and_port);
+            is_valid.then(|| Self(text.to_owned())).ok_or_else(|| format!("{text:?}: expected {}", Self::expected()))
         })
     }
 
@@ -101,8 +101,8 @@ pub struct ApiAddress(pub String);
 impl FromToml for ApiAddress {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parse_text(value, reader, |text| {
-            let right = text.strip_prefix("https://").is_some_and(is_host_and_port);
-            right.then(|| Self(text.to_owned())).ok_or_else(|| format!("{text:?}: expected {}", Self::expected()))
+            let is_valid = text.strip_prefix("https://").is_some_and(is_host_and_port);
+            is_valid.then(|| Self(text.to_owned())).ok_or_else(|| format!("{text:?}: expected {}", Self::expected()))
         })
     }
 
@@ -115,10 +115,10 @@ impl FromToml for ApiAddress {
     }
 }
 
-fn is_host_and_port(place: &str) -> bool {
+fn is_host_and_port(host_and_port: &str) -> bool {
     let is_port = |port: &str| port.parse::<u16>().is_ok_and(|port| port > 0);
     let is_host = |host: &str| !host.is_empty() && !host.contains(['/', '@', '?', '#', ' ']);
-    place.rsplit_once(':').is_some_and(|(host, port)| is_host(host) && is_port(port))
+    host_and_port.rsplit_once(':').is_some_and(|(host, port)| is_host(host) && is_port(port))
 }
 
 /// Prefix of keys.
@@ -128,17 +128,18 @@ pub struct KeyPrefix(pub String);
 impl FromToml for KeyPrefix {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parse_text(value, reader, |text| {
-            let free = |segment: &str| !coreward_etcd::RESERVED_KEY_SEGMENTS.contains(&segment);
-            let right = text.len() > 1 && text.starts_with('/') && !text.ends_with('/') && !text.contains(' ');
-            let right = right && text.split('/').all(free);
-            right.then(|| Self(text.to_owned())).ok_or_else(|| format!("{text:?}: expected {}", Self::expected()))
+            let is_unreserved = |segment: &str| !coreward_etcd::RESERVED_KEY_SEGMENTS.contains(&segment);
+            let is_valid = text.len() > 1 && text.starts_with('/') && !text.ends_with('/') && !text.contains(' ');
+            let is_valid = is_valid && text.split('/').all(is_unreserved);
+            is_valid.then(|| Self(text.to_owned())).ok_or_else(|| format!("{text:?}: expected {}", Self::expected()))
         })
     }
 
     fn expected() -> String {
-        let own = coreward_etcd::RESERVED_KEY_SEGMENTS.join(", ");
+        let reserved_segments = coreward_etcd::RESERVED_KEY_SEGMENTS.join(", ");
         format!(
-            "what all keys in etcd begin with: a slash first, none at the end, and no segment of {own}, as \
+            "what all keys in etcd begin with: a slash first, none at the end, and no segment of {reserved_segments}, \
+             as \
              \"/coreward\""
         )
     }
@@ -192,56 +193,58 @@ pub fn store_location(
 }
 
 fn check_etcd(etcd: Spanned<EtcdFile>, listens: ListenAddresses, reader: &mut Reader<'_>) -> Option<EtcdConfig> {
-    let whole = etcd.span();
+    let etcd_span = etcd.span();
     let EtcdFile { endpoints, prefix, lease, advertise, advertise_api, tls } = etcd.into_inner();
     if endpoints.is_empty() && !reader.has_diagnostics() {
-        reader.report(whole.clone(), "no endpoints: expected at least one member of etcd");
+        reader.report(etcd_span.clone(), "no endpoints: expected at least one member of etcd");
     }
-    let mut seen: Vec<String> = Vec::new();
+    let mut checked_endpoints: Vec<String> = Vec::new();
     for endpoint in &endpoints {
         let Endpoint(text) = endpoint.get_ref();
-        if seen.contains(text) {
+        if checked_endpoints.contains(text) {
             reader.report(endpoint.span(), format!("{text} is named twice: expected each member once"));
         }
-        let encrypted = text.starts_with("https://");
-        if encrypted != tls.is_some() {
-            let expected = if encrypted { "[etcd.tls] with `ca`" } else { "https:// where there is [etcd.tls]" };
-            reader.report(endpoint.span(), format!("{text}: expected {expected}"));
+        let is_encrypted = text.starts_with("https://");
+        if is_encrypted != tls.is_some() {
+            let expected_form =
+                if is_encrypted { "[etcd.tls] with `ca`" } else { "https:// where there is [etcd.tls]" };
+            reader.report(endpoint.span(), format!("{text}: expected {expected_form}"));
         }
-        seen.push(text.clone());
+        checked_endpoints.push(text.clone());
     }
     let BoundedDuration(time) = *lease.get_ref();
     if time.subsec_nanos() != 0 {
         reader.report(lease.span(), "a lease in parts of a second: expected whole seconds");
     }
-    let advertise = advertise.or(listens.daemons);
-    if let Some(advertise) = advertise.filter(|advertise| advertise.ip().is_unspecified()) {
+    let advertised_address = advertise.or(listens.daemons);
+    if let Some(advertise) = advertised_address.filter(|advertise| advertise.ip().is_unspecified()) {
         let message = format!(
             "others cannot reach {advertise}: expected `advertise`, the address at which daemons reach this controller"
         );
-        reader.report(whole, message);
+        reader.report(etcd_span, message);
     }
     let tls = tls.and_then(|tls| {
-        let span = tls.span();
+        let tls_span = tls.span();
         let EtcdTlsFile { ca, certificate, key } = tls.into_inner();
-        let own = match (certificate, key) {
+        let client_certificate_and_key = match (certificate, key) {
             (None, None) => None,
             (Some(certificate), Some(key)) => Some((reader.resolve_path(&certificate), reader.resolve_path(&key))),
             _ => {
-                reader.report(span, "only one of `certificate` and `key`: expected both, or neither");
+                reader.report(tls_span, "only one of `certificate` and `key`: expected both, or neither");
                 return None;
             }
         };
-        Some(EtcdTlsConfig { ca: reader.resolve_path(&ca), client_certificate_and_key: own })
+        Some(EtcdTlsConfig { ca: reader.resolve_path(&ca), client_certificate_and_key })
     });
-    let advertise = advertise.filter(|_| !reader.has_diagnostics())?;
-    let api = advertise_api.map(|ApiAddress(url)| url).or_else(|| advertised_api_url(listens.api, advertise));
+    let advertised_address = advertised_address.filter(|_| !reader.has_diagnostics())?;
+    let advertised_api_url =
+        advertise_api.map(|ApiAddress(url)| url).or_else(|| advertised_api_url(listens.api, advertised_address));
     Some(EtcdConfig {
-        endpoints: seen,
+        endpoints: checked_endpoints,
         prefix: prefix.0,
         lease_duration: time,
-        advertised_address: advertise,
-        advertised_api: api,
+        advertised_address,
+        advertised_api_url,
         tls,
     })
 }
@@ -250,8 +253,8 @@ fn check_etcd(etcd: Spanned<EtcdFile>, listens: ListenAddresses, reader: &mut Re
 /// `advertise`. `None`: the API is not reachable with TLS from other hosts.
 fn advertised_api_url(api: SocketAddr, advertise: SocketAddr) -> Option<String> {
     let ip = if api.ip().is_unspecified() { advertise.ip() } else { api.ip() };
-    let is_there = !ip.is_loopback() && !ip.is_unspecified() && api.port() > 0;
-    is_there.then(|| format!("https://{}", SocketAddr::new(ip, api.port())))
+    let is_reachable = !ip.is_loopback() && !ip.is_unspecified() && api.port() > 0;
+    is_reachable.then(|| format!("https://{}", SocketAddr::new(ip, api.port())))
 }
 
 #[cfg(test)]
@@ -259,7 +262,7 @@ mod tests {
     use super::advertised_api_url;
 
     #[test]
-    fn api_address_is_reachable_by_others() {
+    fn advertised_api_url_is_reachable_by_other_hosts() {
         for (api, advertise, expected) in [
             ("127.0.0.1:7401", "10.1.0.2:7400", None),
             ("10.1.0.1:7401", "10.1.0.2:7400", Some("https://10.1.0.1:7401")),
@@ -268,8 +271,8 @@ mod tests {
             ("0.0.0.0:7401", "127.0.0.1:7400", None),
             ("10.1.0.1:0", "10.1.0.2:7400", None),
         ] {
-            let place = advertised_api_url(api.parse().unwrap(), advertise.parse().unwrap());
-            assert_eq!(place.as_deref(), expected, "{api} {advertise}");
+            let api_url = advertised_api_url(api.parse().unwrap(), advertise.parse().unwrap());
+            assert_eq!(api_url.as_deref(), expected, "{api} {advertise}");
         }
     }
 }

@@ -48,7 +48,7 @@ pub enum StoreLocation {
 }
 
 impl StoreLocation {
-    pub fn may_hold_records(&self) -> bool {
+    pub fn may_contain_records(&self) -> bool {
         match self {
             Self::Embedded(file) => file.exists(),
             Self::Etcd(_) => true,
@@ -59,7 +59,7 @@ impl StoreLocation {
 impl ControllerConfig {
     /// Returns the keys whose values differ in `new`, and that are read at the start only.
     pub fn keys_needing_restart(&self, new: &Self) -> Vec<&'static str> {
-        let keys = [
+        let changed_keys = [
             ("listen", self.listen != new.listen),
             ("api", self.api != new.api),
             ("store", self.store != new.store),
@@ -68,7 +68,7 @@ impl ControllerConfig {
             ("token_directory", self.token_directory != new.token_directory),
             ("allow_plaintext", self.allow_plaintext != new.allow_plaintext),
         ];
-        keys.into_iter().filter(|(_, changed)| *changed).map(|(key, _)| key).collect()
+        changed_keys.into_iter().filter(|(_, changed)| *changed).map(|(key, _)| key).collect()
     }
 
     pub fn listener_config(&self) -> ListenerConfig<'_> {
@@ -77,26 +77,34 @@ impl ControllerConfig {
     }
 
     fn from_file(file: ControllerFile, reader: &mut Reader<'_>) -> Option<Self> {
-        let listen = file.listen.value;
-        let api = *file.api.get_ref();
-        if file.tls.is_none() && !api.ip().is_loopback() {
-            let expected = "expected `[tls]`, or an address of this host only, as \"127.0.0.1:7401\"";
-            reader.report(file.api.span(), format!("tokens would pass a network in clear to {api}: {expected}"));
+        let listen_address = file.listen.value;
+        let api_listen_address = *file.api.get_ref();
+        if file.tls.is_none() && !api_listen_address.ip().is_loopback() {
+            let expected_address = "expected `[tls]`, or an address of this host only, as \"127.0.0.1:7401\"";
+            reader.report(
+                file.api.span(),
+                format!("tokens would pass a network in clear to {api_listen_address}: {expected_address}"),
+            );
         }
-        let fleet = file.fleet.as_ref().map(Spanned::span);
-        let store =
-            etcd::store_location(file.store, file.etcd, ListenAddresses { daemons: listen, api }, fleet, reader)?;
-        let listen = listen?;
-        let token_directory = match (file.token_directory, &store) {
+        let fleet_key_span = file.fleet.as_ref().map(Spanned::span);
+        let store_location = etcd::store_location(
+            file.store,
+            file.etcd,
+            ListenAddresses { daemons: listen_address, api: api_listen_address },
+            fleet_key_span,
+            reader,
+        )?;
+        let listen_address = listen_address?;
+        let token_directory = match (file.token_directory, &store_location) {
             (Some(directory), _) => reader.resolve_path(&directory),
             (None, StoreLocation::Embedded(file)) => file.parent().map(Path::to_owned).unwrap_or_default(),
             (None, StoreLocation::Etcd(_)) => STATE_DIRECTORY.into(),
         };
         Some(Self {
-            listen,
-            api,
+            listen: listen_address,
+            api: api_listen_address,
             token_directory,
-            store,
+            store: store_location,
             metrics: file.metrics,
             fleet: file.fleet.map(|path| reader.resolve_path(path.get_ref())),
             rss_key: file.rss_key_file,

@@ -220,21 +220,21 @@ async fn next_message(
 
 /// Records an agent's report. An invalid report is counted and logged; the stream ends only if the session has ended.
 fn record_report(
-    shared: &ControllerState,
+    state: &ControllerState,
     session: &Session,
     report: v1::Report,
     log: &mut RefusalLog,
 ) -> Result<(), Status> {
     let report = Report::try_from(report);
-    let now = shared.now();
-    let outcome = shared.controller().report(session, report, now);
-    match outcome {
+    let now = state.now();
+    let report_result = state.controller().report(session, report, now);
+    match report_result {
         Ok(()) => {
             log.last_reason = None;
-            shared.on_loads_updated();
+            state.on_loads_updated();
         }
         Err(refused) if refused.ends_session() => return Err(rejection_status(&refused)),
-        Err(refused) => log.log_refusal(session, &refused),
+        Err(refused) => log.log_rejected_report(session, &refused),
     }
     Ok(())
 }
@@ -245,11 +245,11 @@ struct RefusalLog {
     last_reason: Option<&'static str>,
     /// Whether reading is paused because the agent sends too many messages.
     is_delayed: bool,
-    was_delayed: bool,
+    was_delay_logged: bool,
 }
 
 impl RefusalLog {
-    fn log_refusal(&mut self, session: &Session, refused: &coreward_controller::rejection::Rejection) {
+    fn log_rejected_report(&mut self, session: &Session, refused: &coreward_controller::rejection::Rejection) {
         if self.last_reason != Some(refused.reason()) {
             tracing::warn!(
                 event = "report-rejected",
@@ -263,7 +263,7 @@ impl RefusalLog {
     }
 
     fn log_delay(&mut self, session: &Session) {
-        if !std::mem::replace(&mut self.was_delayed, true) {
+        if !std::mem::replace(&mut self.was_delay_logged, true) {
             let server = session.server();
             tracing::warn!(
                 event = "reports-delayed",

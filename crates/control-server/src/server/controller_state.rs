@@ -63,10 +63,10 @@ pub struct ControllerState {
     /// Whether tables may be made. After a restart they must wait for agents' reports.
     has_settled: AtomicBool,
     /// Inputs of the newest published configuration that are not part of the fleet.
-    last_published: Mutex<LastPublished>,
+    last_published_inputs: Mutex<LastPublishedInputs>,
     /// Histogram of the time from a server's newest report to the publication of the table that was made from it.
     report_to_table_latency: Mutex<LatencyHistogram>,
-    started: Instant,
+    start_time: Instant,
     clock: RecordClock,
     state_counters: Arc<StateCounters>,
 }
@@ -95,16 +95,16 @@ pub struct ChangeOutcome {
 }
 
 /// Maximum number of servers that are read during one lock of the controller: it lasts some hundred microseconds.
-const SERVERS_PER_LOCK: usize = 32;
+const MAX_SERVERS_PER_LOCK: usize = 32;
 
 const CHANGE_QUEUE_LENGTH: usize = 64;
 
 #[derive(Default)]
-struct LastPublished {
+struct LastPublishedInputs {
     live_load_balancers: BTreeSet<String>,
-    predecessor_changes: u64,
+    predecessor_change_count: u64,
     /// Time at which the last tables were made.
-    last_tick_at: Duration,
+    last_tables_at: Duration,
 }
 
 impl ControllerState {
@@ -114,10 +114,10 @@ impl ControllerState {
         (clock, state_counters): (RecordClock, Arc<StateCounters>),
         leadership: Option<Arc<Leadership>>,
     ) -> (Self, mpsc::Receiver<ChangeRequest>) {
-        let start = Now { monotonic: Duration::ZERO, wall: wall_clock(), record: clock.now() };
-        let configuration = controller.fleet_configuration(start);
+        let start_time = Now { monotonic: Duration::ZERO, wall: wall_clock(), record: clock.now() };
+        let configuration = controller.fleet_configuration(start_time);
         let (change_requests, receiver) = mpsc::channel(CHANGE_QUEUE_LENGTH);
-        let shared = Self {
+        let state = Self {
             publisher: UpdatePublisher::new(configuration),
             tables_due: Notify::new(),
             table_budget: TableBudget::default(),
@@ -127,17 +127,17 @@ impl ControllerState {
             deposed: watch::Sender::new(false),
             change_requests,
             has_settled: AtomicBool::new(false),
-            last_published: Mutex::new(LastPublished {
-                live_load_balancers: controller.live_load_balancers(start),
-                ..LastPublished::default()
+            last_published_inputs: Mutex::new(LastPublishedInputs {
+                live_load_balancers: controller.live_load_balancers(start_time),
+                ..LastPublishedInputs::default()
             }),
             report_to_table_latency: Mutex::default(),
             controller: Mutex::new(controller),
-            started: Instant::now(),
+            start_time: Instant::now(),
             clock,
             state_counters,
         };
-        (shared, receiver)
+        (state, receiver)
     }
 
     /// Requests a change by the controller itself, and waits until it is in force. Fails if it cannot be written.
@@ -176,7 +176,7 @@ impl ControllerState {
     }
 
     pub fn now(&self) -> Now {
-        Now { monotonic: self.started.elapsed(), wall: wall_clock(), record: self.clock.now() }
+        Now { monotonic: self.start_time.elapsed(), wall: wall_clock(), record: self.clock.now() }
     }
 
     /// Locks the controller. Callers hold the lock for microseconds only, and never across an await.
@@ -212,8 +212,8 @@ impl ControllerState {
     /// Returns the status of the service with this name, as in [`ControllerState::services`].
     pub fn service(&self, name: &str, rss_keys: bool, now: Now) -> Option<Service> {
         loop {
-            let position = self.controller().service_position(name)?;
-            let service = self.service_at(position, rss_keys, now);
+            let service_position = self.controller().service_position(name)?;
+            let service = self.service_at(service_position, rss_keys, now);
             // Another document may have changed the position meanwhile.
             if service.as_ref().is_some_and(|service| service.name == name) {
                 return service;
@@ -223,36 +223,39 @@ impl ControllerState {
 
     /// Returns the status of all servers. `rss_keys`: whether it includes full RSS keys.
     pub fn servers(&self, rss_keys: bool, now: Now) -> Vec<Server> {
-        self.each_server(|controller, id, server| controller.server_status(id, server, rss_keys, now))
+        self.map_servers(|controller, id, server| controller.server_status(id, server, rss_keys, now))
     }
 
     /// Returns the status of the server with this name, as in [`ControllerState::servers`]. If two ids have this name
     /// (the operator changed the id), the newer id counts.
     pub fn server(&self, name: &str, rss_keys: bool, now: Now) -> Option<Server> {
-        let named = |controller: &Controller, id, server: &FleetServer| {
+        let status_if_named = |controller: &Controller, id, server: &FleetServer| {
             (server.name == name).then(|| controller.server_status(id, server, rss_keys, now))
         };
-        self.each_server(named).into_iter().flatten().next_back()
+        self.map_servers(status_if_named).into_iter().flatten().next_back()
     }
 
     pub fn load_balancers(&self) -> Vec<LoadBalancer> {
         let now = self.now();
-        self.controller().load_balancer_status(now)
+        self.controller().load_balancer_statuses(now)
     }
 
     /// Returns the part of the status that changes rarely.
     pub fn overview(&self, now: Now) -> Overview {
         let mut overview = self.controller().overview_summary(now);
-        let read =
+        let read_service =
             |controller: &Controller, position, pool: Option<&Pool>| controller.overview_service(position, pool, now);
         overview.keys = self.add_waiting_agents(overview.keys, now);
-        overview.servers = self.each_server(|controller, id, server| controller.overview_server(id, server, now));
-        let names: HashMap<u32, &String> = overview.servers.iter().map(|server| (server.id, &server.name)).collect();
-        let named = |(mut service, servers): (OverviewService, Vec<ServerId>)| {
-            service.servers = servers.iter().filter_map(|id| names.get(&id.get().into()).copied().cloned()).collect();
+        overview.servers = self.map_servers(|controller, id, server| controller.overview_server(id, server, now));
+        let server_names: HashMap<u32, &String> =
+            overview.servers.iter().map(|server| (server.id, &server.name)).collect();
+        let with_server_names = |(mut service, servers): (OverviewService, Vec<ServerId>)| {
+            service.servers =
+                servers.iter().filter_map(|id| server_names.get(&id.get().into()).copied().cloned()).collect();
             service
         };
-        overview.services = (0..).map_while(|position| self.read_service(position, now, read).map(named)).collect();
+        overview.services =
+            (0..).map_while(|position| self.read_service(position, now, read_service).map(with_server_names)).collect();
         overview
     }
 
@@ -260,37 +263,38 @@ impl ControllerState {
     pub fn loads(&self) -> Loads {
         let now = self.now();
         let mut loads = self.controller().loads_summary(now);
-        loads.servers = self.each_server(|controller, id, server| controller.server_loads(id, server, now));
+        loads.servers = self.map_servers(|controller, id, server| controller.server_loads(id, server, now));
         loads
     }
 
     /// Returns a snapshot of this service, to explain its placements. Fails if no service has this address.
     pub fn service_view(&self, address: ServiceAddress) -> Result<ServiceView, ExplainError> {
         let now = self.now();
-        let view = self.controller().service_view(address, now)?;
-        let servers = self.each_server(|controller, id, server| controller.viewed_server(&view, id, server, now));
-        Ok(view.with_servers(servers))
+        let service_view = self.controller().service_view(address, now)?;
+        let servers =
+            self.map_servers(|controller, id, server| controller.viewed_server(&service_view, id, server, now));
+        Ok(service_view.with_servers(servers))
     }
 
     /// Returns the newest placement table of the service; `None`: the service is unknown or has no table yet.
     pub fn table(&self, service: &str) -> Option<Table> {
         let (table, age) = self.controller().newest_table(service, self.now())?;
-        let names = self.each_server(|_, id, server| (id, server.name.clone())).into_iter().collect();
-        Some(tables::to_api_table(service, &table, age, &names))
+        let server_names = self.map_servers(|_, id, server| (id, server.name.clone())).into_iter().collect();
+        Some(tables::to_api_table(service, &table, age, &server_names))
     }
 
     /// Calls `read` for each server and returns the results. The controller's lock is released regularly.
-    fn each_server<T>(&self, read: impl Fn(&Controller, ServerId, &FleetServer) -> T) -> Vec<T> {
+    fn map_servers<T>(&self, read: impl Fn(&Controller, ServerId, &FleetServer) -> T) -> Vec<T> {
         let (mut found, mut after) = (Vec::new(), None);
         loop {
-            let before = found.len();
+            let previous_count = found.len();
             self.with_lock(|controller| {
-                for (id, server) in controller.servers_after(after).take(SERVERS_PER_LOCK) {
+                for (id, server) in controller.servers_after(after).take(MAX_SERVERS_PER_LOCK) {
                     found.push(read(controller, id, server));
                     after = Some(id);
                 }
             });
-            if found.len() - before < SERVERS_PER_LOCK {
+            if found.len() - previous_count < MAX_SERVERS_PER_LOCK {
                 return found;
             }
         }
@@ -303,39 +307,41 @@ impl ControllerState {
         now: Now,
         read: impl FnOnce(&Controller, usize, Option<&Pool>) -> Option<T>,
     ) -> Option<T> {
-        let pool = self.pool_if_unknown(position, now);
-        self.with_lock(|controller| read(controller, position, pool.as_ref()))
+        let uncached_pool = self.make_uncached_pool(position, now);
+        self.with_lock(|controller| read(controller, position, uncached_pool.as_ref()))
     }
 
     fn service_at(&self, position: usize, rss_keys: bool, now: Now) -> Option<Service> {
-        let read = |controller: &Controller, position, pool: Option<&Pool>| {
+        let read_status = |controller: &Controller, position, pool: Option<&Pool>| {
             controller.service_status(position, pool, rss_keys, now)
         };
-        Some(self.with_members(position, self.read_service(position, now, read)?, now))
+        Some(self.with_members(position, self.read_service(position, now, read_status)?, now))
     }
 
     /// Adds the members of the service to its status, with the lock released regularly.
     fn with_members(&self, position: usize, service: Service, now: Now) -> Service {
         let (mut members, mut after) = (Vec::new(), None);
         loop {
-            let part = self.with_lock(|controller| {
-                controller.members_after((position, service.address), after, SERVERS_PER_LOCK, now)
+            let member_batch = self.with_lock(|controller| {
+                controller.members_after((position, service.address), after, MAX_SERVERS_PER_LOCK, now)
             });
-            let Some((last, _)) = part.last() else { return service.with_members(members) };
+            let Some((last, _)) = member_batch.last() else { return service.with_members(members) };
             after = Some(*last);
-            members.extend(part.into_iter().map(|(_, member)| member));
+            members.extend(member_batch.into_iter().map(|(_, member)| member));
         }
     }
 
     /// Returns the service's pool if none is cached. Making it takes tens of ms for thousands of servers.
-    fn pool_if_unknown(&self, position: usize, now: Now) -> Option<Pool> {
+    fn make_uncached_pool(&self, position: usize, now: Now) -> Option<Pool> {
         if !self.controller().needs_pool(position)? {
             return None;
         }
         let mut servers = Vec::new();
-        while !self.with_lock(|controller| controller.add_pool_servers(position, &mut servers, SERVERS_PER_LOCK, now)) {
+        while !self
+            .with_lock(|controller| controller.add_pool_servers(position, &mut servers, MAX_SERVERS_PER_LOCK, now))
+        {
         }
-        self.controller().pool_of(position, servers, now)
+        self.controller().pool_of_servers(position, servers, now)
     }
 
     /// Returns the state of the cookie keys, without their secrets.
@@ -346,7 +352,7 @@ impl ControllerState {
     }
 
     fn add_waiting_agents(&self, mut keys: Keys, now: Now) -> Keys {
-        let agents = self.each_server(|controller, id, server| controller.keys_wait_for(id, server, now));
+        let agents = self.map_servers(|controller, id, server| controller.agent_delaying_keys(id, server, now));
         keys.waiting_for.extend(agents.into_iter().flatten());
         keys
     }
@@ -357,25 +363,25 @@ impl ControllerState {
 
     pub fn metrics(&self) -> Snapshot {
         let now = self.now();
-        let mut page = component::base_snapshot(Component::Controller);
-        metrics::add_status(&mut page, &self.status(false), now.wall);
-        self.controller().add_metrics(&mut page, now);
-        self.state_counters.add_metrics(&mut page);
+        let mut snapshot = component::base_snapshot(Component::Controller);
+        metrics::add_status_metrics(&mut snapshot, &self.status(false), now.wall);
+        self.controller().add_metrics(&mut snapshot, now);
+        self.state_counters.add_metrics(&mut snapshot);
         let latencies = *self.report_to_table_latency.lock();
-        page.add_latencies(&TABLE_BUILD_DELAY_SECONDS, latencies);
+        snapshot.add_histogram(&TABLE_BUILD_DELAY_SECONDS, latencies);
         let (since_receipt, since_sent) = {
             let controller = self.controller();
             (controller.table_acks.latency_since_receipt, controller.table_acks.latency_since_sent)
         };
-        page.add_latencies(&TABLE_PROPAGATION_SECONDS, since_receipt);
-        page.add_latencies(&REPORT_SENT_TO_KERNEL_SECONDS, since_sent);
-        page
+        snapshot.add_histogram(&TABLE_PROPAGATION_SECONDS, since_receipt);
+        snapshot.add_histogram(&REPORT_SENT_TO_KERNEL_SECONDS, since_sent);
+        snapshot
     }
 
     pub fn have_all_reported(&self) -> bool {
         let now = self.now();
         let controller = self.controller();
-        controller.are_all_loads_known(now) && controller.all_have_checked(now)
+        controller.are_all_loads_known(now) && controller.has_all_check_results(now)
     }
 
     /// Makes what is due at the end of a report interval. Returns the time until the next end.
@@ -398,34 +404,34 @@ impl ControllerState {
 
     /// Makes the tables of all services, as `table_updates = "interval"` requires.
     fn make_all_tables(&self, now: Now) {
-        let since = std::mem::replace(&mut self.last_published().last_tick_at, now.monotonic);
+        let last_tables_at = std::mem::replace(&mut self.locked_published_inputs().last_tables_at, now.monotonic);
         let (tables, received) = {
             let mut controller = self.controller();
             let tables = controller.tick(now);
-            let received: Vec<Duration> = controller.received_after(since).collect();
-            (tables, received)
+            let report_arrival_times: Vec<Duration> = controller.report_times_after(last_tables_at).collect();
+            (tables, report_arrival_times)
         };
         self.publish_new_tables(&tables, received.into_iter());
     }
 
     /// Makes due tables, the longest due first, until none is due or `time_limit` has passed. Returns the time that it
     /// took.
-    pub fn make_due_tables(&self, enough: Duration) -> Duration {
-        let begun = Instant::now();
-        while begun.elapsed() < enough {
+    pub fn make_due_tables(&self, time_limit: Duration) -> Duration {
+        let start_time = Instant::now();
+        while start_time.elapsed() < time_limit {
             let now = self.now();
             let Some(due) = self.controller().make_next_due_table(now) else { break };
             self.publish_new_tables(
                 &[due.new_table],
-                due.trigger.is_load.then_some(due.trigger.received_at).into_iter(),
+                due.trigger.is_load_change.then_some(due.trigger.received_at).into_iter(),
             );
         }
-        begun.elapsed()
+        start_time.elapsed()
     }
 
     /// Makes due tables if the table budget allows. Returns the time at which tables may be made next.
     pub fn make_tables_within_budget(&self) -> Instant {
-        self.table_budget.run_within(|limit| self.make_due_tables(limit))
+        self.table_budget.run_within_budget(|limit| self.make_due_tables(limit))
     }
 
     /// Makes due tables after new loads arrived, if the budget allows, in the task that received the loads. A separate
@@ -453,50 +459,52 @@ impl ControllerState {
         self.is_settled() && self.controller().has_due_table()
     }
 
-    fn publish_new_tables(&self, tables: &[NewTable], received: impl Iterator<Item = Duration>) {
+    fn publish_new_tables(&self, tables: &[NewTable], report_arrival_times: impl Iterator<Item = Duration>) {
         self.publisher.publish_tables(tables.iter().map(|new| (new.service, table::encode(new.service, &new.table))));
-        let made = self.started.elapsed();
+        let publication_time = self.start_time.elapsed();
         let mut latencies = self.report_to_table_latency.lock();
-        received.for_each(|received| latencies.observe(made.saturating_sub(received)));
+        report_arrival_times.for_each(|received| latencies.observe(publication_time.saturating_sub(received)));
         drop(latencies);
-        let changes = self.controller().predecessor_changes();
-        if std::mem::replace(&mut self.last_published().predecessor_changes, changes) != changes {
+        let predecessor_change_count = self.controller().predecessor_change_count();
+        if std::mem::replace(&mut self.locked_published_inputs().predecessor_change_count, predecessor_change_count)
+            != predecessor_change_count
+        {
             self.agent_configuration_version.send_modify(|count| *count += 1);
         }
     }
 
-    fn last_published(&self) -> MutexGuard<'_, LastPublished> {
-        self.last_published.lock()
+    fn locked_published_inputs(&self) -> MutexGuard<'_, LastPublishedInputs> {
+        self.last_published_inputs.lock()
     }
 
     /// Publishes which load balancers are alive.
     fn publish_liveness(&self, now: Now) {
         let controller = self.controller();
-        let alive = controller.live_load_balancers(now);
-        let mut last_published = self.last_published();
-        if last_published.live_load_balancers != alive {
-            last_published.live_load_balancers = alive;
+        let live_load_balancers = controller.live_load_balancers(now);
+        let mut last_published = self.locked_published_inputs();
+        if last_published.live_load_balancers != live_load_balancers {
+            last_published.live_load_balancers = live_load_balancers;
             self.publisher.publish_configuration(controller.fleet_configuration(now), |_| true);
         }
     }
 
     pub fn configure(&self, fleet: Fleet) {
         let now = self.now();
-        let kept: HashSet<ServiceIndex> = fleet.services.iter().map(|service| service.index).collect();
+        let kept_services: HashSet<ServiceIndex> = fleet.services.iter().map(|service| service.index).collect();
         // No caller waits for the encoding, or for the drop of the old configuration.
-        let alive = self.controller().live_load_balancers(now);
-        let configuration = fleet.load_balancer_configuration(|name| alive.contains(name));
-        let indexed = ServiceIndexes::of(&fleet);
-        let old = self.controller().configure_indexed(fleet, indexed);
-        drop(old);
+        let live_load_balancers = self.controller().live_load_balancers(now);
+        let configuration = fleet.load_balancer_configuration(|name| live_load_balancers.contains(name));
+        let indexed_services = ServiceIndexes::of(&fleet);
+        let old_configuration = self.controller().configure_indexed(fleet, indexed_services);
+        drop(old_configuration);
         // Earlier tables may name servers that are gone: the data plane skips them.
-        self.publisher.publish_configuration(configuration, |service| kept.contains(&service));
+        self.publisher.publish_configuration(configuration, |service| kept_services.contains(&service));
         self.agent_configuration_version.send_modify(|count| *count += 1);
         if !self.has_settled.load(Ordering::Relaxed) {
             return;
         }
-        let timing = self.controller().fleet().table_updates;
-        match timing {
+        let table_updates = self.controller().fleet().table_updates;
+        match table_updates {
             TableTiming::Interval => self.make_all_tables(now),
             TableTiming::OnChange => self.poll_inputs(),
         }
@@ -507,17 +515,17 @@ impl ControllerState {
         if !self.has_settled.load(Ordering::Relaxed) {
             return;
         }
-        let timing = self.controller().fleet().table_updates;
-        if timing == TableTiming::OnChange {
+        let table_updates = self.controller().fleet().table_updates;
+        if table_updates == TableTiming::OnChange {
             self.poll_all_inputs(self.now(), false);
             self.tables_due.notify_one();
         }
     }
 
     fn poll_all_inputs(&self, now: Now, interval_ended: bool) {
-        let mut next = Some(InputCursor::default());
-        while let Some(from) = next {
-            next = self.with_lock(|controller| controller.poll_inputs_from(from, now, interval_ended));
+        let mut next_cursor = Some(InputCursor::default());
+        while let Some(from) = next_cursor {
+            next_cursor = self.with_lock(|controller| controller.poll_inputs_from(from, now, interval_ended));
         }
     }
 

@@ -7,24 +7,29 @@ use super::controller_state::ControllerState;
 use coreward_fleet::fleet::{AdminState, FleetServer, FleetService};
 
 /// Returns the data about the fleet that the doctor's checks on a machine need.
-pub fn fleet_reply(shared: &ControllerState) -> v1::FleetReply {
-    let controller = shared.controller();
+pub fn fleet_reply(state: &ControllerState) -> v1::FleetReply {
+    let controller = state.controller();
     let fleet = controller.fleet();
-    let service = |service: &FleetService| v1::FleetService {
+    let service_message = |service: &FleetService| v1::FleetService {
         name: service.name.clone(),
         address: Some(service.address.into()),
         timestamps: service.mode.timestamps.name().to_owned(),
         forwarding: service.mode.forwarding.name().to_owned(),
         servers: service.members.keys().map(|id| fleet.servers[id].name.clone()).collect(),
     };
-    let server = |server: &FleetServer| v1::FleetServer {
+    let server_message = |server: &FleetServer| v1::FleetServer {
         name: server.name.clone(),
         address: address_bytes(server.address),
         vlan: server.vlan.get().into(),
     };
     v1::FleetReply {
-        services: fleet.services.iter().map(service).collect(),
-        servers: fleet.servers.values().filter(|server| server.admin_state != AdminState::Left).map(server).collect(),
-        reports_ahead: controller.reports_ahead,
+        services: fleet.services.iter().map(service_message).collect(),
+        servers: fleet
+            .servers
+            .values()
+            .filter(|server| server.admin_state != AdminState::Left)
+            .map(server_message)
+            .collect(),
+        reports_ahead: controller.reports_ahead_count,
     }
 }

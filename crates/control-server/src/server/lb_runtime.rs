@@ -50,7 +50,7 @@ impl LbRuntime {
         admitted.filter_map(move |admitted| match admitted {
             Ok(connection) if is_from_load_balancer(&connection) => {
                 let peer = connection.caller().clone();
-                if let Err(error) = hand_over(connection, &connections, &thread) {
+                if let Err(error) = move_to_runtime(connection, &connections, &thread) {
                     tracing::warn!(
                         event = "handover-failed",
                         %peer,
@@ -88,11 +88,11 @@ fn is_from_load_balancer(connection: &AcceptedConnection) -> bool {
     connection.caller().identity.as_ref().is_some_and(|identity| identity.role == Role::Lb)
 }
 
-fn hand_over(
+fn move_to_runtime(
     connection: AcceptedConnection,
     connections: &mpsc::Sender<io::Result<AcceptedConnection>>,
     thread: &Handle,
 ) -> anyhow::Result<()> {
-    let moved = connection.move_to_runtime(thread)?;
-    connections.try_send(Ok(moved)).map_err(|error| anyhow::anyhow!("{error}"))
+    let moved_connection = connection.move_to_runtime(thread)?;
+    connections.try_send(Ok(moved_connection)).map_err(|error| anyhow::anyhow!("{error}"))
 }

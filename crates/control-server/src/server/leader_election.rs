@@ -97,8 +97,8 @@ impl LeaderElection {
         }
     }
 
-    pub fn become_leader(&self, shared: Arc<ControllerState>) {
-        self.set_role(Role::Leader(shared));
+    pub fn become_leader(&self, state: Arc<ControllerState>) {
+        self.set_role(Role::Leader(state));
     }
 
     /// Records that another controller leads, or that none does.
@@ -117,7 +117,7 @@ impl LeaderElection {
     /// Returns the state of this controller if it leads. Fails on a follower with UNAVAILABLE and the leader's address.
     pub fn leader_state(&self) -> Result<Arc<ControllerState>, Status> {
         match self.role() {
-            Role::Leader(shared) if shared.is_leading() => Ok(shared),
+            Role::Leader(state) if state.is_leading() => Ok(state),
             Role::Leader(_) => Err(not_leading_status(None)),
             Role::Follower(leader) => Err(not_leading_status(leader)),
         }
@@ -132,24 +132,24 @@ impl LeaderElection {
     }
 
     pub fn metrics(&self) -> Snapshot {
-        let leads = self.leader_state().ok();
-        let mut page = match &leads {
-            Some(shared) => shared.metrics(),
+        let leader_state = self.leader_state().ok();
+        let mut snapshot = match &leader_state {
+            Some(state) => state.metrics(),
             None => component::base_snapshot(Component::Controller),
         };
-        self.security.add_metrics(&mut page);
-        for (status, count) in self.api_requests.by_status() {
-            page.add(&API_REQUESTS_TOTAL, [&status.to_string()], count as f64);
+        self.security.add_metrics(&mut snapshot);
+        for (status, count) in self.api_requests.counts_by_status() {
+            snapshot.add(&API_REQUESTS_TOTAL, [&status.to_string()], count as f64);
         }
-        page.add(&CONTROLLER_IS_LEADER, [], f64::from(u8::from(leads.is_some())));
-        if let Some(leadership) = leads.as_ref().and_then(|shared| shared.leadership()) {
-            page.add(&LEADER_TERM, [], leadership.term() as f64);
-            page.add(&LEADER_LEASE_SECONDS, [], leadership.lease_end().remaining().as_secs_f64());
+        snapshot.add(&CONTROLLER_IS_LEADER, [], f64::from(u8::from(leader_state.is_some())));
+        if let Some(leadership) = leader_state.as_ref().and_then(|state| state.leadership()) {
+            snapshot.add(&LEADER_TERM, [], leadership.term() as f64);
+            snapshot.add(&LEADER_LEASE_SECONDS, [], leadership.lease_end().remaining().as_secs_f64());
         }
         if let Some(cluster) = &self.cluster {
-            page.add_latencies(&ETCD_REQUEST_SECONDS, cluster.latencies());
+            snapshot.add_histogram(&ETCD_REQUEST_SECONDS, cluster.latencies());
         }
-        page
+        snapshot
     }
 
     /// Resigns the leadership, even during an election. Does nothing if there are no other controllers.
@@ -183,12 +183,12 @@ pub fn not_leading_status(leader: Option<Leader>) -> Status {
 }
 
 /// Returns whether the error means that a change failed, or may have failed, because this controller was deposed.
-pub fn is_deposed(error: &anyhow::Error) -> bool {
-    let etcd = error.chain().find_map(|cause| match cause.downcast_ref::<StoreError>() {
+pub fn is_caused_by_deposition(error: &anyhow::Error) -> bool {
+    let etcd_error = error.chain().find_map(|cause| match cause.downcast_ref::<StoreError>() {
         Some(StoreError::Etcd(error)) => Some(error),
         _ => cause.downcast_ref::<EtcdError>(),
     });
-    matches!(etcd, Some(EtcdError::Deposed(_) | EtcdError::Unreachable { .. }))
+    matches!(etcd_error, Some(EtcdError::Deposed(_) | EtcdError::Unreachable { .. }))
 }
 
 /// Waits until this controller leads. Until then, records which controller leads.
@@ -228,9 +228,9 @@ pub async fn campaign(
 }
 
 pub fn candidate(config: &EtcdConfig) -> anyhow::Result<Candidate> {
-    let value =
-        serde_json::to_string(&Leader { address: config.advertised_address, api: config.advertised_api.clone() })?;
-    Ok(Candidate { prefix: config.prefix.clone(), value, lease_duration: config.lease_duration })
+    let leader_record =
+        serde_json::to_string(&Leader { address: config.advertised_address, api: config.advertised_api_url.clone() })?;
+    Ok(Candidate { prefix: config.prefix.clone(), value: leader_record, lease_duration: config.lease_duration })
 }
 
 /// Returns the record with which this controller describes itself in etcd. Must not be called from asynchronous code.
@@ -283,14 +283,14 @@ pub async fn maintain_certificates(cluster: &Arc<Cluster>, config: &EtcdConfig) 
 }
 
 fn read_tls_options(files: &EtcdTlsConfig) -> anyhow::Result<TlsOptions> {
-    let read = |path: &std::path::Path| {
-        let expected = || format!("{}: expected a readable file in PEM", path.display());
-        std::fs::read(path).with_context(expected)
+    let read_file = |path: &std::path::Path| {
+        let expected_file = || format!("{}: expected a readable file in PEM", path.display());
+        std::fs::read(path).with_context(expected_file)
     };
-    let mut options = TlsOptions::new().ca_certificate(Certificate::from_pem(read(&files.ca)?));
+    let mut tls_options = TlsOptions::new().ca_certificate(Certificate::from_pem(read_file(&files.ca)?));
     if let Some((certificate, key)) = &files.client_certificate_and_key {
-        let key = read_secret(key).map_err(anyhow::Error::msg)?;
-        options = options.identity(Identity::from_pem(read(certificate)?, key));
+        let client_key = read_secret(key).map_err(anyhow::Error::msg)?;
+        tls_options = tls_options.identity(Identity::from_pem(read_file(certificate)?, client_key));
     }
-    Ok(options)
+    Ok(tls_options)
 }

@@ -162,7 +162,7 @@ async fn receive(
 
 /// Returns the decoded message of the load balancer; `None`: it is invalid, which is logged as `event`.
 fn decoded_or_log<T>(event: &str, load_balancer: &str, decoded: Result<T, impl Display>) -> Option<T> {
-    let log = |error: &_| {
+    let log_invalid_message = |error: &_| {
         tracing::warn!(
             event,
             load_balancer,
@@ -170,16 +170,16 @@ fn decoded_or_log<T>(event: &str, load_balancer: &str, decoded: Result<T, impl D
             "the controller cannot decode a message of the load balancer and ignores the message"
         );
     };
-    decoded.inspect_err(log).ok()
+    decoded.inspect_err(log_invalid_message).ok()
 }
 
 /// Relays the query to the server's agent. If no agent is connected, the load balancer is answered at once.
-fn relay_query(shared: &ControllerState, session: u64, query: SocketQuery) {
-    let agent = shared.controller().agent_session(query.server);
+fn relay_query(state: &ControllerState, session: u64, query: SocketQuery) {
+    let agent_session = state.controller().agent_session(query.server);
     let query = SocketQuery { load_balancer_session: session, ..query };
-    match agent {
-        Some(agent) => shared.socket_query_relay.relay_query(agent, query),
-        None => shared.socket_query_relay.send_answer(query.absent_answer()),
+    match agent_session {
+        Some(agent) => state.socket_query_relay.relay_query(agent, query),
+        None => state.socket_query_relay.send_answer(query.answer_without_agent()),
     }
 }
 

@@ -236,8 +236,13 @@ fn load_config_and_open_store(path: &Path) -> anyhow::Result<(ControllerConfig, 
     let security = Security::of(&config.listener_config())?;
     let store = match &config.store {
         StoreLocation::Embedded(file) => {
-            let store = || Ok(Store::Embedded(EmbeddedStore::open(file)?));
-            OpenedStore::Embedded(Box::new(StateManager::open(path, config.clone(), security.revoked.clone(), store)?))
+            let open_store = || Ok(Store::Embedded(EmbeddedStore::open(file)?));
+            OpenedStore::Embedded(Box::new(StateManager::open(
+                path,
+                config.clone(),
+                security.revoked.clone(),
+                open_store,
+            )?))
         }
         StoreLocation::Etcd(etcd) => OpenedStore::Etcd(leader_election::connect_cluster(etcd)?, etcd.clone()),
     };
@@ -325,11 +330,11 @@ struct Term {
 impl Term {
     /// Starts a term as the leader: from now on requests are answered.
     fn start(manager: StateManager, election: &LeaderElection, leadership: Option<Arc<Leadership>>) -> Self {
-        let (shared, change_requests) =
+        let (state, change_requests) =
             ControllerState::new(Controller::new(manager.fleet()), (manager.clock(), manager.counts()), leadership);
-        let shared = Arc::new(shared);
-        election.become_leader(shared.clone());
-        Self { manager, shared, change_requests }
+        let state = Arc::new(state);
+        election.become_leader(state.clone());
+        Self { manager, shared: state, change_requests }
     }
 
     /// Makes tables, applies changes and answers requests, until an error ends the term.
@@ -480,9 +485,9 @@ async fn request_key_step(shared: &ControllerState, step: KeyStep) {
 }
 
 /// Returns the gRPC status of a rejection that ends a stream.
-fn rejection_status(refused: &Rejection) -> Status {
-    let message = refused.to_string();
-    match refused {
+fn rejection_status(rejection: &Rejection) -> Status {
+    let message = rejection.to_string();
+    match rejection {
         Rejection::UnknownServer(_) => Status::not_found(message),
         Rejection::DuplicateSession { .. }
         | Rejection::DuplicateLoadBalancer { .. }
@@ -498,11 +503,11 @@ fn rejection_status(refused: &Rejection) -> Status {
 
 /// Returns the response to a stream's request, with the leader's term: a peer that knows a newer term disconnects.
 fn stream_response<T: Send + 'static>(
-    shared: &ControllerState,
+    state: &ControllerState,
     updates: mpsc::Receiver<Result<T, Status>>,
 ) -> Response<BoxStream<T>> {
     let mut response: Response<BoxStream<T>> = Response::new(Box::pin(ReceiverStream::new(updates)));
-    if let Some(leadership) = shared.leadership() {
+    if let Some(leadership) = state.leadership() {
         response.metadata_mut().insert(TERM_HEADER, leadership.term().into());
     }
     response
@@ -520,7 +525,7 @@ impl ControlService {
     /// Returns the authenticated peer. Fails if the peer has none of the roles.
     fn peer<T>(&self, request: &Request<T>, roles: &[Role]) -> Result<AuthenticatedPeer, Status> {
         let peer = AuthenticatedPeer::of(request, &self.election.security)?;
-        peer.require(roles)?;
+        peer.require_role(roles)?;
         Ok(peer)
     }
 }

@@ -10,7 +10,7 @@ use tokio::sync::mpsc;
 
 /// Maximum number of queries that wait for one agent, with up to 256 connections each, and of answers that wait for one
 /// load balancer.
-const MAX_QUEUED: usize = 64;
+const MAX_QUEUED_MESSAGES: usize = 64;
 /// Maximum number of open queries of one agent: twice the number that all load balancers with a connection table send.
 const MAX_OPEN_QUERIES: usize = 1024;
 
@@ -28,51 +28,51 @@ struct QueriedAgent {
     open_queries: VecDeque<(u64, u64)>,
 }
 
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+fn lock_unpoisoned<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock()
 }
 
 impl SocketQueryRelay {
     /// Registers an agent's session, and returns the queue of its queries.
     pub fn register_agent(&self, agent: u64) -> mpsc::Receiver<SocketQuery> {
-        let (questions, receiver) = mpsc::channel(MAX_QUEUED);
-        locked(&self.agents).insert(agent, QueriedAgent { queries: questions, open_queries: VecDeque::new() });
+        let (questions, receiver) = mpsc::channel(MAX_QUEUED_MESSAGES);
+        lock_unpoisoned(&self.agents).insert(agent, QueriedAgent { queries: questions, open_queries: VecDeque::new() });
         receiver
     }
 
     /// Registers a load balancer's session, and returns the queue of the answers to its queries.
     pub fn register_load_balancer_session(&self, load_balancer_session: u64) -> mpsc::Receiver<SocketAnswer> {
-        let (sender, receiver) = mpsc::channel(MAX_QUEUED);
-        locked(&self.load_balancers).insert(load_balancer_session, sender);
+        let (sender, receiver) = mpsc::channel(MAX_QUEUED_MESSAGES);
+        lock_unpoisoned(&self.load_balancers).insert(load_balancer_session, sender);
         receiver
     }
 
     pub fn forget_agent(&self, agent: u64) {
-        locked(&self.agents).remove(&agent);
+        lock_unpoisoned(&self.agents).remove(&agent);
     }
 
     pub fn forget_load_balancer_session(&self, load_balancer_session: u64) {
-        locked(&self.load_balancers).remove(&load_balancer_session);
+        lock_unpoisoned(&self.load_balancers).remove(&load_balancer_session);
     }
 
     pub fn relay_query(&self, agent: u64, query: SocketQuery) {
-        let mut agents = locked(&self.agents);
+        let mut agents = lock_unpoisoned(&self.agents);
         let Some(asked) = agents.get_mut(&agent) else { return };
-        let question = (query.load_balancer_session, query.number);
+        let query_id = (query.load_balancer_session, query.number);
         if asked.queries.try_send(query).is_ok() {
             asked.open_queries.truncate(MAX_OPEN_QUERIES - 1);
-            asked.open_queries.push_front(question);
+            asked.open_queries.push_front(query_id);
         }
     }
 
     /// Relays an answer to the load balancer that asked. Returns false if the query is not open.
     pub fn relay_answer(&self, agent: u64, answer: SocketAnswer) -> bool {
-        let question = (answer.load_balancer_session, answer.number);
-        let was_asked = locked(&self.agents).get_mut(&agent).is_some_and(|asked| {
-            let position = asked.open_queries.iter().position(|open| *open == question);
+        let query_id = (answer.load_balancer_session, answer.number);
+        let was_open = lock_unpoisoned(&self.agents).get_mut(&agent).is_some_and(|asked| {
+            let position = asked.open_queries.iter().position(|open| *open == query_id);
             position.and_then(|position| asked.open_queries.remove(position)).is_some()
         });
-        if was_asked {
+        if was_open {
             self.send_answer(answer);
         } else {
             tracing::debug!(
@@ -82,12 +82,12 @@ impl SocketQueryRelay {
                 "an agent has answered a socket query that is unknown or expired: the controller drops the answer"
             );
         }
-        was_asked
+        was_open
     }
 
     /// Sends an answer to the load balancer. Drops it if the load balancer is not connected or its queue is full.
     pub fn send_answer(&self, answer: SocketAnswer) {
-        if let Some(sender) = locked(&self.load_balancers).get(&answer.load_balancer_session) {
+        if let Some(sender) = lock_unpoisoned(&self.load_balancers).get(&answer.load_balancer_session) {
             let _ = sender.try_send(answer);
         }
     }
@@ -100,39 +100,39 @@ mod tests {
 
     use super::*;
 
-    fn query(load_balancer_session: u64, number: u64) -> SocketQuery {
+    fn new_query(load_balancer_session: u64, number: u64) -> SocketQuery {
         let service = ServiceAddress { socket: "10.200.0.1:80".parse().unwrap(), protocol: Protocol::Tcp };
         let clients = vec!["10.1.0.7:40000".parse().unwrap()];
         SocketQuery { number, load_balancer_session, server: 9.try_into().unwrap(), service, clients }
     }
 
     #[test]
-    fn agent_answers_each_socket_query_once() {
-        let sockets = SocketQueryRelay::default();
-        let (mut own, _other) = (sockets.register_agent(1), sockets.register_agent(2));
-        let mut answers = sockets.register_load_balancer_session(7);
-        sockets.relay_query(1, query(7, 5));
-        let asked = own.try_recv().unwrap();
-        sockets.relay_answer(2, asked.answer(vec![false]));
-        sockets.relay_answer(1, query(7, 6).answer(vec![false]));
+    fn each_socket_query_is_answered_once() {
+        let relay = SocketQueryRelay::default();
+        let (mut own, _other) = (relay.register_agent(1), relay.register_agent(2));
+        let mut answers = relay.register_load_balancer_session(7);
+        relay.relay_query(1, new_query(7, 5));
+        let relayed_query = own.try_recv().unwrap();
+        relay.relay_answer(2, relayed_query.answer(vec![false]));
+        relay.relay_answer(1, new_query(7, 6).answer(vec![false]));
         assert!(answers.try_recv().is_err(), "it was not asked that");
-        sockets.relay_answer(1, asked.answer(vec![true]));
-        assert_eq!(answers.try_recv().unwrap().is_open, [true]);
-        sockets.relay_answer(1, asked.answer(vec![false]));
+        relay.relay_answer(1, relayed_query.answer(vec![true]));
+        assert_eq!(answers.try_recv().unwrap().socket_exists, [true]);
+        relay.relay_answer(1, relayed_query.answer(vec![false]));
         assert!(answers.try_recv().is_err(), "it has answered");
     }
 
     #[test]
-    fn unanswered_query_is_forgotten() {
-        let sockets = SocketQueryRelay::default();
-        let (mut questions, mut answers) = (sockets.register_agent(1), sockets.register_load_balancer_session(7));
+    fn oldest_unanswered_query_is_forgotten() {
+        let relay = SocketQueryRelay::default();
+        let (mut questions, mut answers) = (relay.register_agent(1), relay.register_load_balancer_session(7));
         for number in 0..=MAX_OPEN_QUERIES as u64 {
-            sockets.relay_query(1, query(7, number));
+            relay.relay_query(1, new_query(7, number));
             questions.try_recv().unwrap();
         }
-        sockets.relay_answer(1, query(7, 0).answer(vec![false]));
+        relay.relay_answer(1, new_query(7, 0).answer(vec![false]));
         assert!(answers.try_recv().is_err());
-        sockets.relay_answer(1, query(7, 1).answer(vec![false]));
+        relay.relay_answer(1, new_query(7, 1).answer(vec![false]));
         assert!(answers.try_recv().is_ok());
     }
 }

@@ -49,14 +49,14 @@ metrics! {
 
 /// Manager of the configuration and the records. It is the only writer of the store.
 pub struct StateManager {
-    path: PathBuf,
+    config_path: PathBuf,
     config: ControllerConfig,
     fleet: FleetConfig,
     records: Records,
     store: Store,
     clock: RecordClock,
     has_predecessor: bool,
-    revoked: RevocationList,
+    revoked_certificates: RevocationList,
     state_counters: Arc<StateCounters>,
 }
 
@@ -65,11 +65,11 @@ pub struct StateManager {
 pub struct StateCounters {
     /// Whether the last write to the store succeeded.
     pub is_writable: AtomicBool,
-    pub writes: AtomicU64,
-    pub failed_writes: AtomicU64,
+    pub write_count: AtomicU64,
+    pub failed_write_count: AtomicU64,
     /// Number of successful reloads of the files.
-    pub reloads: AtomicU64,
-    pub failed_reloads: AtomicU64,
+    pub reload_count: AtomicU64,
+    pub failed_reload_count: AtomicU64,
     /// Whether the fleet's file was refused when it was last read, so that the configuration in force differs from it.
     pub is_file_refused: AtomicBool,
 }
@@ -78,7 +78,14 @@ impl Default for StateCounters {
     fn default() -> Self {
         let [writes, failed_writes, reloads, failed_reloads] = Default::default();
         let (is_writable, is_file_refused) = (AtomicBool::new(true), AtomicBool::new(false));
-        Self { is_writable, writes, failed_writes, reloads, failed_reloads, is_file_refused }
+        Self {
+            is_writable,
+            write_count: writes,
+            failed_write_count: failed_writes,
+            reload_count: reloads,
+            failed_reload_count: failed_reloads,
+            is_file_refused,
+        }
     }
 }
 
@@ -101,15 +108,15 @@ impl StateCounters {
         warnings
     }
 
-    pub fn add_metrics(&self, page: &mut Snapshot) {
-        let number = |count: &AtomicU64| count.load(Ordering::Relaxed) as f64;
-        let flag = |flag: &AtomicBool| f64::from(u8::from(flag.load(Ordering::Relaxed)));
-        page.add(&STORE_WRITABLE, [], flag(&self.is_writable));
-        page.add(&STORE_WRITES_TOTAL, ["written"], number(&self.writes));
-        page.add(&STORE_WRITES_TOTAL, ["failed"], number(&self.failed_writes));
-        page.add(&RELOADS_TOTAL, ["in-force"], number(&self.reloads));
-        page.add(&RELOADS_TOTAL, ["refused"], number(&self.failed_reloads));
-        page.add(&FLEET_FILE_REFUSED, [], flag(&self.is_file_refused));
+    pub fn add_metrics(&self, snapshot: &mut Snapshot) {
+        let load_count = |count: &AtomicU64| count.load(Ordering::Relaxed) as f64;
+        let load_flag = |flag: &AtomicBool| f64::from(u8::from(flag.load(Ordering::Relaxed)));
+        snapshot.add(&STORE_WRITABLE, [], load_flag(&self.is_writable));
+        snapshot.add(&STORE_WRITES_TOTAL, ["written"], load_count(&self.write_count));
+        snapshot.add(&STORE_WRITES_TOTAL, ["failed"], load_count(&self.failed_write_count));
+        snapshot.add(&RELOADS_TOTAL, ["in-force"], load_count(&self.reload_count));
+        snapshot.add(&RELOADS_TOTAL, ["refused"], load_count(&self.failed_reload_count));
+        snapshot.add(&FLEET_FILE_REFUSED, [], load_flag(&self.is_file_refused));
     }
 }
 
@@ -173,46 +180,47 @@ impl StateManager {
         revoked: RevocationList,
         open: impl FnOnce() -> anyhow::Result<Store>,
     ) -> anyhow::Result<Self> {
-        let file = config.fleet.as_deref().map(FleetConfig::load).transpose();
+        let fleet_config = config.fleet.as_deref().map(FleetConfig::load).transpose();
         // Checked before the store is created: an invalid fleet leaves no files behind.
-        if let (Err(mistakes), false) = (&file, config.store.may_hold_records()) {
+        if let (Err(mistakes), false) = (&fleet_config, config.store.may_contain_records()) {
             return Err(mistakes.clone().into());
         }
         let store = open()?;
-        let stored = store.load()?;
-        let has_predecessor = stored.is_some();
-        let clock = RecordClock::from(stored.as_ref().and_then(|records| records.last_write_at));
-        let (fleet, records, refused) = match (start(file, stored.as_ref(), clock.now()), &stored) {
-            (Ok((fleet, records)), _) => (fleet, records, false),
-            // A mistake made in the file while a controller ran does not prevent the next start.
-            (Err(error), Some(stored)) if !stored.document.text.is_empty() && config.fleet.is_some() => {
-                tracing::warn!(
-                    event = "fleet-file-rejected",
-                    file = %config.fleet.as_deref().unwrap_or(path).display(),
-                    generation = stored.document.generation,
-                    error = format!("{error:#}"),
-                    "the controller rejects the fleet's file: the last valid generation stays in force"
-                );
-                let (fleet, records) = start(Ok(None), Some(stored), clock.now())?;
-                (fleet, records, true)
-            }
-            (Err(error), _) => return Err(error),
-        };
+        let stored_records = store.load()?;
+        let has_predecessor = stored_records.is_some();
+        let clock = RecordClock::from(stored_records.as_ref().and_then(|records| records.last_write_at));
+        let (fleet, records, refused) =
+            match (merge_at_start(fleet_config, stored_records.as_ref(), clock.now()), &stored_records) {
+                (Ok((fleet, records)), _) => (fleet, records, false),
+                // A mistake made in the file while a controller ran does not prevent the next start.
+                (Err(error), Some(stored)) if !stored.document.text.is_empty() && config.fleet.is_some() => {
+                    tracing::warn!(
+                        event = "fleet-file-rejected",
+                        file = %config.fleet.as_deref().unwrap_or(path).display(),
+                        generation = stored.document.generation,
+                        error = format!("{error:#}"),
+                        "the controller rejects the fleet's file: the last valid generation stays in force"
+                    );
+                    let (fleet, records) = merge_at_start(Ok(None), Some(stored), clock.now())?;
+                    (fleet, records, true)
+                }
+                (Err(error), _) => return Err(error),
+            };
         revoked.set(config.revoked_certificates.iter().copied());
         let state_counters = Arc::new(StateCounters::default());
         state_counters.is_file_refused.store(refused, Ordering::Relaxed);
         let mut manager = Self {
-            path: path.to_owned(),
+            config_path: path.to_owned(),
             config,
             fleet,
             records,
             store,
             clock,
             has_predecessor,
-            revoked,
+            revoked_certificates: revoked,
             state_counters,
         };
-        match (manager.save(&manager.records.clone()), stored) {
+        match (manager.save(&manager.records.clone()), stored_records) {
             (Ok(()), _) => {}
             // With a full disk a controller continues from the records, without changes.
             (Err(error), Some(stored)) if !matches!(error, StoreError::Etcd(_)) => {
@@ -233,7 +241,7 @@ impl StateManager {
 
     /// Returns the path of the controller's configuration file.
     pub fn path(&self) -> &Path {
-        &self.path
+        &self.config_path
     }
 
     pub fn counts(&self) -> Arc<StateCounters> {
@@ -241,11 +249,11 @@ impl StateManager {
     }
 
     fn save(&mut self, records: &Records) -> Result<(), StoreError> {
-        let outcome = self.store.save(records);
-        let was_writable = self.state_counters.is_writable.swap(outcome.is_ok(), Ordering::Relaxed);
-        match &outcome {
+        let save_result = self.store.save(records);
+        let was_writable = self.state_counters.is_writable.swap(save_result.is_ok(), Ordering::Relaxed);
+        match &save_result {
             Ok(()) => {
-                self.state_counters.writes.fetch_add(1, Ordering::Relaxed);
+                self.state_counters.write_count.fetch_add(1, Ordering::Relaxed);
                 if !was_writable {
                     tracing::info!(
                         event = "store-writable",
@@ -253,9 +261,9 @@ impl StateManager {
                     );
                 }
             }
-            Err(_) => drop(self.state_counters.failed_writes.fetch_add(1, Ordering::Relaxed)),
+            Err(_) => drop(self.state_counters.failed_write_count.fetch_add(1, Ordering::Relaxed)),
         }
-        outcome
+        save_result
     }
 
     /// Returns whether the store was used before, so that load balancers may have tables of an earlier process.
@@ -269,7 +277,7 @@ impl StateManager {
 
     pub fn fleet(&self) -> Fleet {
         let rss_key = self.config.rss_key.as_ref().map(|key| key.expose().clone());
-        Fleet::new(&self.fleet, &self.records).with_controller(self.config.fleet.clone(), rss_key)
+        Fleet::new(&self.fleet, &self.records).with_controller_settings(self.config.fleet.clone(), rss_key)
     }
 
     /// Returns the generation of the fleet document in force.
@@ -283,14 +291,17 @@ impl StateManager {
         let now = self.clock.now();
         match change {
             Change::Reload => {
-                let outcome = self.reload(author);
-                let count =
-                    if outcome.is_ok() { &self.state_counters.reloads } else { &self.state_counters.failed_reloads };
-                count.fetch_add(1, Ordering::Relaxed);
-                self.state_counters.is_file_refused.store(outcome.is_err(), Ordering::Relaxed);
-                outcome.map(Some)
+                let reload_result = self.reload_files(author);
+                let reload_counter = if reload_result.is_ok() {
+                    &self.state_counters.reload_count
+                } else {
+                    &self.state_counters.failed_reload_count
+                };
+                reload_counter.fetch_add(1, Ordering::Relaxed);
+                self.state_counters.is_file_refused.store(reload_result.is_err(), Ordering::Relaxed);
+                reload_result.map(Some)
             }
-            Change::ApplyDocument(request) => self.apply(*request, author),
+            Change::ApplyDocument(request) => self.apply_document(*request, author),
             Change::RetireExpiredIds => {
                 let max_connection_lifetime = self.fleet.max_connection_lifetime;
                 self.change_records(|records| {
@@ -318,15 +329,17 @@ impl StateManager {
                 self.apply_audited(author, ("undrain", &server), |records| records.undrain(&server))
             }
             Change::ForgetLoadBalancer(name) => {
-                let known = self.records.load_balancers.contains_key(&name);
-                anyhow::ensure!(known, ForgetError::Unknown(name));
+                let is_known = self.records.load_balancers.contains_key(&name);
+                anyhow::ensure!(is_known, ForgetError::Unknown(name));
                 self.apply_audited(author, ("forget", &name), |records| records.forget_load_balancer(&name))
             }
             Change::TakeKeyStep(step) => self.apply_audited(author, ("rotate-keys", ""), |records| {
-                let generation = records.generation + 1;
+                let next_generation = records.generation + 1;
                 match step {
-                    KeyStep::Announce { forced } => records.key_ring.announce(forced, generation, &mut system_rng()),
-                    KeyStep::Switch => records.key_ring.switch(now, generation),
+                    KeyStep::Announce { forced } => {
+                        records.key_ring.announce_next_key(forced, next_generation, &mut system_rng())
+                    }
+                    KeyStep::Switch => records.key_ring.switch_to_next_key(now, next_generation),
                 }
                 true
             }),
@@ -349,29 +362,34 @@ impl StateManager {
         change: impl FnOnce(&mut Records) -> bool,
     ) -> anyhow::Result<Option<Fleet>> {
         self.change_records(|records| {
-            let before = describe_subject(records, action, target);
-            let is_new = change(records);
-            if is_new {
-                let after = describe_subject(records, action, target);
-                let note = ChangeDescription { action, target: target.to_owned(), before, after };
-                records.record_change(author, note, wall_clock());
+            let previous_description = describe_subject(records, action, target);
+            let has_changed = change(records);
+            if has_changed {
+                let new_description = describe_subject(records, action, target);
+                let change_description = ChangeDescription {
+                    action,
+                    target: target.to_owned(),
+                    before: previous_description,
+                    after: new_description,
+                };
+                records.record_change(author, change_description, wall_clock());
             }
-            is_new
+            has_changed
         })
     }
 
     /// Changes a copy of the records and writes it. `change` returns whether the configuration changes, too.
     fn change_records(&mut self, change: impl FnOnce(&mut Records) -> bool) -> anyhow::Result<Option<Fleet>> {
         let mut records = self.records.clone();
-        let is_new = change(&mut records);
-        records.generation += u64::from(is_new);
+        let is_configuration_changed = change(&mut records);
+        records.generation += u64::from(is_configuration_changed);
         if records != self.records {
             records.last_write_at = Some(whole_seconds(self.clock.now()));
             match self.save(&records) {
                 Ok(()) => {}
                 // Connections are not part of the configuration and are written with the next change. A load balancer
                 // that returns while the disk is full gets its tables.
-                Err(error) if !is_new && !matches!(error, StoreError::Etcd(_)) => {
+                Err(error) if !is_configuration_changed && !matches!(error, StoreError::Etcd(_)) => {
                     tracing::warn!(
                         event = "change-not-stored",
                         %error,
@@ -383,16 +401,16 @@ impl StateManager {
             }
             self.records = records;
         }
-        Ok(is_new.then(|| self.fleet()))
+        Ok(is_configuration_changed.then(|| self.fleet()))
     }
 
-    fn apply(&mut self, request: DocumentRequest, author: &Author) -> anyhow::Result<Option<Fleet>> {
+    fn apply_document(&mut self, request: DocumentRequest, author: &Author) -> anyhow::Result<Option<Fleet>> {
         if let Some(file) = self.config.fleet.clone().filter(|_| !request.dry_run) {
-            return Err(ApplyError::ManagedByFile { file, controller: self.path.clone() }.into());
+            return Err(ApplyError::ManagedByFile { file, controller: self.config_path.clone() }.into());
         }
-        let in_force = self.records.document.generation;
-        if request.generation != in_force {
-            return Err(ApplyError::GenerationConflict(in_force, request.generation).into());
+        let generation_in_force = self.records.document.generation;
+        if request.generation != generation_in_force {
+            return Err(ApplyError::GenerationConflict(generation_in_force, request.generation).into());
         }
         let fleet = request.fleet.map_err(ApplyError::Invalid)?;
         let mut records = self.records.clone();
@@ -408,10 +426,10 @@ impl StateManager {
         Ok(Some(self.fleet()))
     }
 
-    fn reload(&mut self, author: &Author) -> anyhow::Result<Fleet> {
-        let config = ControllerConfig::load(&self.path)?;
+    fn reload_files(&mut self, author: &Author) -> anyhow::Result<Fleet> {
+        let config = ControllerConfig::load(&self.config_path)?;
         // Revocations take effect even if the rest cannot: a lost key does not wait for room on a disk.
-        self.revoked.set(config.revoked_certificates.iter().copied());
+        self.revoked_certificates.set(config.revoked_certificates.iter().copied());
         let fleet = match &config.fleet {
             Some(file) => FleetConfig::load(file)?,
             None => self.fleet.clone(),
@@ -421,15 +439,16 @@ impl StateManager {
         records.apply(&fleet, now, &mut system_rng())?;
         records.last_write_at = Some(whole_seconds(now));
         if records.document.generation != self.records.document.generation {
-            let before = Source::from_text("the fleet in force", &self.records.document.text);
-            let changes: Vec<String> = difference(&before, fleet.source()).iter().map(ToString::to_string).collect();
-            audit_document_change(&mut records, &self.records, ("reload", author), &changes);
+            let previous_source = Source::from_text("the fleet in force", &self.records.document.text);
+            let change_descriptions: Vec<String> =
+                difference(&previous_source, fleet.source()).iter().map(ToString::to_string).collect();
+            audit_document_change(&mut records, &self.records, ("reload", author), &change_descriptions);
         }
         self.save(&records)?;
         for key in self.config.keys_needing_restart(&config) {
             tracing::warn!(
                 event = "restart-required",
-                file = %self.path.display(),
+                file = %self.config_path.display(),
                 key,
                 "the controller keeps the old value of a changed key: restart the controller to apply the key"
             );
@@ -440,7 +459,7 @@ impl StateManager {
 }
 
 /// Merges the fleet's file, or without a file the stored document, with the records. Returns both.
-fn start(
+fn merge_at_start(
     file: Result<Option<FleetConfig>, Diagnostics>,
     stored: Option<&Records>,
     now: Duration,
@@ -453,8 +472,8 @@ fn start(
     };
     records.apply(&fleet, now, &mut system_rng())?;
     // Peers that do not return count as disconnected from now on.
-    let names: Vec<String> = records.load_balancers.keys().cloned().collect();
-    names.iter().for_each(|name| records.record_disconnect(name, now));
+    let load_balancer_names: Vec<String> = records.load_balancers.keys().cloned().collect();
+    load_balancer_names.iter().for_each(|name| records.record_disconnect(name, now));
     records.last_write_at = Some(whole_seconds(now));
     Ok((fleet, records))
 }
@@ -470,16 +489,22 @@ fn audit_document_change(
     if old == new {
         return;
     }
-    let after = format!("generation {new}: {}", describe_changes(changes));
-    let note = ChangeDescription { action, target: String::new(), before: format!("generation {old}"), after };
-    records.record_change(author, note, wall_clock());
+    let new_description = format!("generation {new}: {}", describe_changes(changes));
+    let change_description = ChangeDescription {
+        action,
+        target: String::new(),
+        before: format!("generation {old}"),
+        after: new_description,
+    };
+    records.record_change(author, change_description, wall_clock());
 }
 
 /// Describes the state of the object that an action changes. The audit log contains it before and after the change.
 fn describe_subject(records: &Records, action: &str, target: &str) -> String {
     if action == "rotate-keys" {
-        let announced = if records.key_ring.phase == KeyPhase::Steady { "" } else { ", the next one is announced" };
-        return format!("key {} stamps{announced}", records.key_ring.keys.current.get());
+        let next_key_suffix =
+            if records.key_ring.phase == KeyPhase::Steady { "" } else { ", the next one is announced" };
+        return format!("key {} stamps{next_key_suffix}", records.key_ring.keys.current.get());
     }
     if action == "forget" {
         return match records.load_balancers.get(target).map(|known| known.owner) {
@@ -508,69 +533,9 @@ pub enum ForgetError {
 }
 
 fn parse_stored_document(document: &Document) -> Result<FleetConfig, Diagnostics> {
-    let name = format!("the applied fleet (generation {})", document.generation);
-    FleetConfig::parse_stored(&Source::from_text(&name, &document.text))
+    let document_name = format!("the applied fleet (generation {})", document.generation);
+    FleetConfig::parse_stored(&Source::from_text(&document_name, &document.text))
 }
 
 #[cfg(test)]
-mod tests {
-    use coreward_tls::certificate::Fingerprint;
-
-    use super::*;
-    use coreward_store::embedded::EmbeddedStore;
-
-    fn manager(directory: &Path, fleet: &str) -> anyhow::Result<StateManager> {
-        let [path, file, store] = ["controller.toml", "fleet.toml", "store"].map(|name| directory.join(name));
-        std::fs::write(&path, format!("listen = \"127.0.0.1:0\"\nstore = {store:?}\nfleet = {file:?}\n")).unwrap();
-        std::fs::write(&file, fleet).unwrap();
-        let config = ControllerConfig::load(&path).unwrap();
-        StateManager::open(&path, config, RevocationList::default(), || {
-            Ok(Store::Embedded(EmbeddedStore::open(&store)?))
-        })
-    }
-
-    fn is_refused(manager: &StateManager) -> bool {
-        manager.counts().is_file_refused.load(Ordering::Relaxed)
-    }
-
-    #[test]
-    fn invalid_fleet_file_does_not_prevent_a_restart() {
-        let directory = tempfile::tempdir().unwrap();
-        let wrong = "load_ewma_alpha = 7\n";
-        assert!(manager(directory.path(), wrong).is_err());
-        assert!(!directory.path().join("store").exists(), "nothing is left behind");
-        let mut first = manager(directory.path(), "load_ewma_alpha = 0.25\n").unwrap();
-        assert!(!is_refused(&first));
-        assert_eq!(first.counts().warnings(), [""; 0]);
-        std::fs::write(directory.path().join("fleet.toml"), wrong).unwrap();
-        assert!(first.apply_change(Change::Reload, &Author::signal()).is_err());
-        assert!(is_refused(&first));
-        assert!(first.counts().warnings()[0].starts_with("the fleet's file is wrong"));
-        first.counts().is_writable.store(false, Ordering::Relaxed);
-        assert!(first.counts().warnings()[0].starts_with("the store cannot be written"));
-        drop(first);
-        let mut second = manager(directory.path(), wrong).unwrap();
-        assert_eq!((&*second.fleet().document.text, is_refused(&second)), ("load_ewma_alpha = 0.25\n", true));
-        std::fs::write(directory.path().join("fleet.toml"), "load_ewma_alpha = 0.75\n").unwrap();
-        second.apply_change(Change::Reload, &Author::signal()).unwrap();
-        assert_eq!((&*second.fleet().document.text, is_refused(&second)), ("load_ewma_alpha = 0.75\n", false));
-    }
-
-    #[test]
-    fn certificates_are_revoked_despite_an_invalid_fleet() {
-        let directory = tempfile::tempdir().unwrap();
-        let [path, fleet, store] = ["controller.toml", "fleet.toml", "store"].map(|name| directory.path().join(name));
-        let text = format!("listen = \"127.0.0.1:0\"\nstore = {store:?}\nfleet = {fleet:?}\n");
-        std::fs::write(&path, &text).unwrap();
-        std::fs::write(&fleet, "load_ewma_alpha = 0.5").unwrap();
-        let revoked = RevocationList::default();
-        let open = || Ok(Store::Embedded(EmbeddedStore::open(&store)?));
-        let mut manager =
-            StateManager::open(&path, ControllerConfig::load(&path).unwrap(), revoked.clone(), open).unwrap();
-        let lost = "AB".repeat(32);
-        std::fs::write(&path, format!("revoked_certificates = [\"{lost}\"]\n{text}")).unwrap();
-        std::fs::write(&fleet, "load_ewma_alpha = 7").unwrap();
-        assert!(manager.apply_change(Change::Reload, &Author::signal()).is_err());
-        assert!(revoked.contains(&lost.parse::<Fingerprint>().unwrap()));
-    }
-}
+mod tests;

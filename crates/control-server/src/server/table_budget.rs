@@ -19,12 +19,12 @@ pub struct TableBudget(Mutex<Option<Instant>>);
 impl TableBudget {
     /// Runs `make_tables` if tables may be made now. It is given a time limit, and returns the time that it took.
     /// Returns the time at which tables may be made next.
-    pub fn run_within(&self, make: impl FnOnce(Duration) -> Duration) -> Instant {
-        let mut next = self.0.lock();
-        if let Some(later) = next.filter(|next| *next > Instant::now()) {
+    pub fn run_within_budget(&self, make_tables: impl FnOnce(Duration) -> Duration) -> Instant {
+        let mut next_allowed_at = self.0.lock();
+        if let Some(later) = next_allowed_at.filter(|next| *next > Instant::now()) {
             return later;
         }
-        let took = make(TABLE_TIME_SLICE);
-        *next.insert(Instant::now() + (took * PAUSE_PER_TABLE_TIME).max(MIN_TABLE_PAUSE))
+        let used_time = make_tables(TABLE_TIME_SLICE);
+        *next_allowed_at.insert(Instant::now() + (used_time * PAUSE_PER_TABLE_TIME).max(MIN_TABLE_PAUSE))
     }
 }

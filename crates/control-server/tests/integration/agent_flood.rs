@@ -68,7 +68,7 @@ async fn flood(running: Arc<RunningController>) {
 }
 
 #[tokio::test]
-async fn flooding_agent_is_read_at_its_limit() {
+async fn flooding_agent_is_read_at_its_rate_limit() {
     let home = TestDirectory::new(&["s1", "s2"], WEB);
     let running = home.start().await;
     let running = Arc::new(running);
@@ -103,7 +103,7 @@ async fn flooding_agent_is_read_at_its_limit() {
     flood.abort();
 }
 
-async fn end(mut updates: Streaming<v1::AgentUpdate>) -> Status {
+async fn wait_for_stream_end(mut updates: Streaming<v1::AgentUpdate>) -> Status {
     loop {
         match with_timeout("the end of the stream", updates.message()).await {
             Ok(update) => assert!(update.is_some(), "the stream ended without an error"),
@@ -114,20 +114,20 @@ async fn end(mut updates: Streaming<v1::AgentUpdate>) -> Status {
 
 #[tokio::test]
 async fn message_larger_than_256_kib_ends_an_agents_stream() {
-    let home = TestDirectory::new(&["s1", "s2"], WEB);
-    let running = home.start().await;
+    let test_directory = TestDirectory::new(&["s1", "s2"], WEB);
+    let controller = test_directory.start().await;
     for (server, bytes, code) in [("s1", 200 << 10, None), ("s2", 300 << 10, Some(Code::OutOfRange))] {
-        let (sender, updates) = agent(&running, server).await;
+        let (sender, updates) = agent(&controller, server).await;
         let warnings = vec!["w".repeat(bytes)];
-        let large = v1::Report { warnings, time_to_live_ms: 1, core_busy_ns: vec![1], ..Default::default() };
-        sender.send(message(Message::Report(large))).await.unwrap();
+        let large_report = v1::Report { warnings, time_to_live_ms: 1, core_busy_ns: vec![1], ..Default::default() };
+        sender.send(message(Message::Report(large_report))).await.unwrap();
         match code {
             Some(code) => {
-                let status = end(updates).await;
-                assert_eq!(status.code(), code, "{status}");
-                assert!(status.message().contains("262144"), "{status}");
+                let end_status = wait_for_stream_end(updates).await;
+                assert_eq!(end_status.code(), code, "{end_status}");
+                assert!(end_status.message().contains("262144"), "{end_status}");
             }
-            None => with_timeout("the report", async { while decoded_report_count(&running).await == 0 {} }).await,
+            None => with_timeout("the report", async { while decoded_report_count(&controller).await == 0 {} }).await,
         }
     }
 }

@@ -13,10 +13,10 @@ use serde_json::Value;
 
 use crate::support::{RunningController, TestDirectory, with_timeout};
 
-const SERVICE: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"crossrss\"\n";
+const WEB_SERVICE_TOML: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"crossrss\"\n";
 
 /// Operations other than GET that a viewer may request, because they do not change the fleet.
-const VIEWER_WRITES: [&str; 3] = ["POST /v1/check", "POST /v1/session", "DELETE /v1/session"];
+const VIEWER_OPERATIONS: [&str; 3] = ["POST /v1/check", "POST /v1/session", "DELETE /v1/session"];
 
 struct TestEnv {
     home: TestDirectory,
@@ -65,7 +65,7 @@ impl TestEnv {
 
 /// Returns the operations of the OpenAPI document: method, path, and the role that the operation requires.
 fn operations(document: &Value) -> Vec<(String, String, Role)> {
-    let mut all = Vec::new();
+    let mut operations = Vec::new();
     for (path, item) in document["paths"].as_object().unwrap() {
         for (method, operation) in item.as_object().unwrap() {
             let security = operation["security"].as_array().unwrap();
@@ -73,22 +73,22 @@ fn operations(document: &Value) -> Vec<(String, String, Role)> {
             let roles = security[0]["token"].as_array().unwrap();
             assert_eq!(roles.len(), 1);
             let role = serde_json::from_value(roles[0].clone()).unwrap();
-            all.push((method.to_uppercase(), path.clone(), role));
+            operations.push((method.to_uppercase(), path.clone(), role));
         }
     }
-    all
+    operations
 }
 
 /// Every operation of the OpenAPI document requires a token, and a viewer's token changes nothing.
 #[tokio::test]
 async fn every_endpoint_authenticates() {
-    let env = TestEnv::start(TestDirectory::new(&["s1"], SERVICE)).await;
+    let env = TestEnv::start(TestDirectory::new(&["s1"], WEB_SERVICE_TOML)).await;
     let (viewer, operator) = (env.token(Role::Viewer), env.token(Role::Operator));
     let (_, document) = env.send("GET", "/v1/openapi.json", Some(&viewer), None).await;
     assert_eq!(document["openapi"], "3.1.0");
     let operations = operations(&document);
     assert!(operations.len() >= 20, "{operations:?}");
-    let mut asked_by_post = BTreeSet::new();
+    let mut requested_post_paths = BTreeSet::new();
     for (method, path, role) in &operations {
         let path = path.replace("{service}", "web").replace("{server}", "s1").replace("{load_balancer}", "lb1");
         let path = path.replace("{generation}", "1");
@@ -112,12 +112,12 @@ async fn every_endpoint_authenticates() {
                 assert_eq!(status, StatusCode::FORBIDDEN, "{method} {path}: {problem}");
             }
             Role::Viewer if method != "GET" => {
-                asked_by_post.insert(format!("{method} {path}"));
+                requested_post_paths.insert(format!("{method} {path}"));
             }
             Role::Viewer => {}
         }
     }
-    assert_eq!(asked_by_post, VIEWER_WRITES.map(str::to_owned).into());
+    assert_eq!(requested_post_paths, VIEWER_OPERATIONS.map(str::to_owned).into());
     let (status, _) = env.send("GET", "/v1/status?rss_keys=true", Some(&viewer), None).await;
     assert_eq!(status, StatusCode::FORBIDDEN);
     let (status, _) = env.send("GET", "/v1/status?rss_keys=true", Some(&operator), None).await;
@@ -125,10 +125,10 @@ async fn every_endpoint_authenticates() {
 }
 
 #[tokio::test]
-async fn invalid_request_gets_problem_json() {
-    let env = TestEnv::start(TestDirectory::new(&["s1"], SERVICE)).await;
+async fn invalid_request_is_answered_with_problem_json() {
+    let env = TestEnv::start(TestDirectory::new(&["s1"], WEB_SERVICE_TOML)).await;
     let token = env.token(Role::Operator);
-    let too_large = format!("{{\"force\": \"{}\"}}", "x".repeat(100_000));
+    let too_large_body = format!("{{\"force\": \"{}\"}}", "x".repeat(100_000));
     for (method, path, body, status, says) in [
         ("GET", "/v1/nothing", None, 404, "does not exist"),
         ("GET", "/v1/services/webb", None, 404, "service \"webb\" does not exist"),
@@ -151,7 +151,7 @@ async fn invalid_request_gets_problem_json() {
         ("POST", "/v1/keys/rotate", Some("{\"force\": 1}"), 400, "expected a boolean"),
         ("POST", "/v1/keys/rotate", Some("{"), 400, "EOF"),
         ("POST", "/v1/keys/rotate", Some("{}"), 409, "expected at least 86400 s"),
-        ("POST", "/v1/keys/rotate", Some(&*too_large), 413, "length limit"),
+        ("POST", "/v1/keys/rotate", Some(&*too_large_body), 413, "length limit"),
         ("PUT", "/v1/fleet", Some("{\"text\": \"\", \"generation\": 1}"), 409, "SIGHUP"),
     ] {
         let (found, problem) = env.send(method, path, Some(&token), body).await;
@@ -163,38 +163,46 @@ async fn invalid_request_gets_problem_json() {
 
 #[tokio::test]
 async fn document_is_applied_whole_or_not_at_all() {
-    let home = TestDirectory::new(&[], "");
-    home.write_controllers_file("");
-    let env = TestEnv::start(home).await;
+    let test_directory = TestDirectory::new(&[], "");
+    test_directory.write_controllers_file("");
+    let env = TestEnv::start(test_directory).await;
     let client = env.client(Role::Operator);
-    let text = format!("[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n{SERVICE}");
-    let new_fleet =
+    let text = format!("[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n{WEB_SERVICE_TOML}");
+    let new_fleet_request =
         |text: &str, generation, dry_run| NewFleet { name: "a.toml".into(), text: text.into(), generation, dry_run };
-    let wrong =
-        client.put_fleet(&new_fleet("load_ewma_alpha = 2\n[[server]]\nname = \"s1\"\n", 0, false)).await.unwrap_err();
-    let problem = wrong.downcast_ref::<Problem>().unwrap();
+    let invalid_fleet_error = client
+        .put_fleet(&new_fleet_request("load_ewma_alpha = 2\n[[server]]\nname = \"s1\"\n", 0, false))
+        .await
+        .unwrap_err();
+    let problem = invalid_fleet_error.downcast_ref::<Problem>().unwrap();
     assert_eq!(problem.kind, ProblemKind::WrongDocument);
-    let places: Vec<_> = problem.mistakes.iter().map(|mistake| (mistake.line, mistake.key.as_deref())).collect();
-    assert_eq!(places, [(Some(1), Some("load_ewma_alpha")), (Some(2), Some("server.address"))], "{problem:?}");
-    let checked = client.check(&Check { name: "a.toml".into(), text: "load_ewma_alpha = 2\n".into() }).await.unwrap();
-    assert_eq!(checked.mistakes.len(), 1);
+    let mistake_locations: Vec<_> =
+        problem.mistakes.iter().map(|mistake| (mistake.line, mistake.key.as_deref())).collect();
+    assert_eq!(
+        mistake_locations,
+        [(Some(1), Some("load_ewma_alpha")), (Some(2), Some("server.address"))],
+        "{problem:?}"
+    );
+    let check_result =
+        client.check(&Check { name: "a.toml".into(), text: "load_ewma_alpha = 2\n".into() }).await.unwrap();
+    assert_eq!(check_result.mistakes.len(), 1);
 
-    let preview = client.put_fleet(&new_fleet(&text, 0, true)).await.unwrap();
+    let preview = client.put_fleet(&new_fleet_request(&text, 0, true)).await.unwrap();
     assert_eq!((preview.generation, preview.in_force, preview.changes.len()), (0, false, 2));
     assert_eq!(client.fleet().await.unwrap().generation, 0);
-    let applied = client.put_fleet(&new_fleet(&text, 0, false)).await.unwrap();
-    assert_eq!((applied.generation, applied.in_force), (1, true));
-    assert_eq!(applied.changes[0].subject, "server s1");
+    let applied_fleet = client.put_fleet(&new_fleet_request(&text, 0, false)).await.unwrap();
+    assert_eq!((applied_fleet.generation, applied_fleet.in_force), (1, true));
+    assert_eq!(applied_fleet.changes[0].subject, "server s1");
     assert_eq!(client.fleet().await.unwrap().text, text);
-    let moved = client.put_fleet(&new_fleet(&text, 0, false)).await.unwrap_err();
-    assert_eq!(moved.downcast_ref::<Problem>().unwrap().kind, ProblemKind::Conflict);
+    let generation_conflict = client.put_fleet(&new_fleet_request(&text, 0, false)).await.unwrap_err();
+    assert_eq!(generation_conflict.downcast_ref::<Problem>().unwrap().kind, ProblemKind::Conflict);
     assert_eq!(client.status(false).await.unwrap().services[0].name, "web");
 }
 
 /// An acknowledged drain lasts through a crash and a new document, until it is undrained.
 #[tokio::test]
 async fn drain_lasts_until_undrain() {
-    let mut env = TestEnv::start(TestDirectory::new(&["s1", "s2"], SERVICE)).await;
+    let mut env = TestEnv::start(TestDirectory::new(&["s1", "s2"], WEB_SERVICE_TOML)).await;
     let path = "/v1/servers/s1/drain";
     let token = env.token(Role::Operator);
     for (method, path, body, status, says) in [
@@ -210,22 +218,22 @@ async fn drain_lasts_until_undrain() {
     }
     let client = env.client(Role::Operator);
     let (all, forced) = (DrainServer::default(), DrainServer { force: true, ..DrainServer::default() });
-    let began = std::time::Instant::now();
-    let first = client.drain("s1", &all).await.unwrap();
-    let drained = first.drained.clone().unwrap();
-    assert_eq!((first.state, drained.by, drained.services.len()), (ServerState::Draining, DrainedBy::Command, 0));
-    assert_eq!((first.state_reason.as_str(), first.remaining), ("by `coreward drain`", None));
+    let start_time = std::time::Instant::now();
+    let first_status = client.drain("s1", &all).await.unwrap();
+    let drain = first_status.drained.clone().unwrap();
+    assert_eq!((first_status.state, drain.by, drain.services.len()), (ServerState::Draining, DrainedBy::Command, 0));
+    assert_eq!((first_status.state_reason.as_str(), first_status.remaining), ("by `coreward drain`", None));
     assert_eq!(
-        first.waits_for,
+        first_status.waits_for,
         ["its agent, which does not report", "a load balancer: none is connected"],
         "no agent counts"
     );
     let generation = client.status(false).await.unwrap().configuration_generation;
-    let again = client.drain("s1", &all).await.unwrap();
-    assert_eq!(again.drained.unwrap().services, drained.services);
+    let repeated_status = client.drain("s1", &all).await.unwrap();
+    assert_eq!(repeated_status.drained.unwrap().services, drain.services);
     assert_eq!(client.status(false).await.unwrap().configuration_generation, generation, "nothing has changed");
-    let last = client.drain("s2", &all).await.unwrap_err();
-    let problem = last.downcast_ref::<Problem>().unwrap();
+    let last_server_error = client.drain("s2", &all).await.unwrap_err();
+    let problem = last_server_error.downcast_ref::<Problem>().unwrap();
     assert_eq!(problem.kind, ProblemKind::Conflict);
     assert_eq!(problem.detail, "no other server of web takes new connections: expected one, or `force`");
     assert_eq!(client.drain("s2", &forced).await.unwrap().state, ServerState::Draining);
@@ -233,24 +241,24 @@ async fn drain_lasts_until_undrain() {
 
     env.running.kill().await;
     // Another document, in which the server is active.
-    env.home.write(&["s1", "s2", "s3"], SERVICE);
+    env.home.write(&["s1", "s2", "s3"], WEB_SERVICE_TOML);
     env.running = env.home.start().await;
     let client = env.client(Role::Operator);
-    let after = client.drain_status("s1").await.unwrap().drained.unwrap();
-    assert_eq!(after.by, DrainedBy::Command);
+    let drain_after_restart = client.drain_status("s1").await.unwrap().drained.unwrap();
+    assert_eq!(drain_after_restart.by, DrainedBy::Command);
     // The stored clock stops while no controller runs, and is saved once a second.
-    let allowed_ms = 1_000 + began.elapsed().as_millis() as u64;
-    let moved_ms = after.since_unix_ms.unwrap().abs_diff(drained.since_unix_ms.unwrap());
-    assert!(moved_ms <= allowed_ms, "{after:?}, {drained:?}");
+    let allowed_deviation_ms = 1_000 + start_time.elapsed().as_millis() as u64;
+    let deviation_ms = drain_after_restart.since_unix_ms.unwrap().abs_diff(drain.since_unix_ms.unwrap());
+    assert!(deviation_ms <= allowed_deviation_ms, "{drain_after_restart:?}, {drain:?}");
     let status = client.status(false).await.unwrap();
-    let states: Vec<_> = status.servers.iter().map(|server| (server.name.as_str(), server.state)).collect();
+    let server_states: Vec<_> = status.servers.iter().map(|server| (server.name.as_str(), server.state)).collect();
     assert!(
-        states.contains(&("s1", ServerState::Draining)) && states.contains(&("s2", ServerState::Active)),
-        "{states:?}"
+        server_states.contains(&("s1", ServerState::Draining)) && server_states.contains(&("s2", ServerState::Active)),
+        "{server_states:?}"
     );
     for _ in 0..2 {
-        let ended = client.undrain("s1").await.unwrap();
-        assert_eq!((ended.state, ended.drained), (ServerState::Active, None));
+        let undrained = client.undrain("s1").await.unwrap();
+        assert_eq!((undrained.state, undrained.drained), (ServerState::Active, None));
     }
     let (_, events) = env.send("GET", "/v1/events", Some(&token), None).await;
     assert!(events.to_string().contains(": undrained"), "{events}");
@@ -258,75 +266,75 @@ async fn drain_lasts_until_undrain() {
 
 /// A browser that has logged in with a token continues with a cookie, which has a viewer's rights.
 #[tokio::test]
-async fn session_reads_and_cannot_change() {
-    let env = TestEnv::start(TestDirectory::new(&["s1"], SERVICE)).await;
+async fn session_cookie_may_read_but_not_change() {
+    let env = TestEnv::start(TestDirectory::new(&["s1"], WEB_SERVICE_TOML)).await;
     let url = |path: &str| format!("http://{}{path}", env.running.api);
-    let page = env.http.get(url("/")).send().await.unwrap();
-    assert!(page.headers()["content-security-policy"].to_str().unwrap().starts_with("default-src 'none'"));
-    assert!(page.text().await.unwrap().contains("<title>coreward</title>"));
-    let begun = env.http.post(url("/v1/session")).bearer_auth(env.token(Role::Operator)).send().await.unwrap();
-    let cookie = begun.headers()["set-cookie"].to_str().unwrap().split(';').next().unwrap().to_owned();
+    let page_response = env.http.get(url("/")).send().await.unwrap();
+    assert!(page_response.headers()["content-security-policy"].to_str().unwrap().starts_with("default-src 'none'"));
+    assert!(page_response.text().await.unwrap().contains("<title>coreward</title>"));
+    let login_response = env.http.post(url("/v1/session")).bearer_auth(env.token(Role::Operator)).send().await.unwrap();
+    let cookie = login_response.headers()["set-cookie"].to_str().unwrap().split(';').next().unwrap().to_owned();
     let with_cookie = |request: reqwest::RequestBuilder| request.header("cookie", &cookie);
     let status = with_cookie(env.http.get(url("/v1/status"))).send().await.unwrap().status();
     assert_eq!(status, StatusCode::OK);
-    let rotate = with_cookie(env.http.post(url("/v1/keys/rotate"))).json(&serde_json::json!({"force": true}));
-    assert_eq!(rotate.send().await.unwrap().status(), StatusCode::FORBIDDEN);
-    let ended = with_cookie(env.http.delete(url("/v1/session"))).send().await.unwrap();
-    assert_eq!(ended.status(), StatusCode::NO_CONTENT);
+    let rotation_request = with_cookie(env.http.post(url("/v1/keys/rotate"))).json(&serde_json::json!({"force": true}));
+    assert_eq!(rotation_request.send().await.unwrap().status(), StatusCode::FORBIDDEN);
+    let logout_response = with_cookie(env.http.delete(url("/v1/session"))).send().await.unwrap();
+    assert_eq!(logout_response.status(), StatusCode::NO_CONTENT);
     let status = with_cookie(env.http.get(url("/v1/status"))).send().await.unwrap().status();
     assert_eq!(status, StatusCode::UNAUTHORIZED);
 }
 
 /// A watcher is sent the present state at once, then events; after a reconnect it is sent the missed events.
 #[tokio::test]
-async fn watcher_gets_missed_events_after_a_reconnect() {
-    let home = TestDirectory::new(&[], "");
-    home.write_controllers_file("");
-    let env = TestEnv::start(home).await;
-    let watch = async |last: Option<&str>, end_marker: &str| {
+async fn watcher_is_sent_missed_events_after_a_reconnect() {
+    let test_directory = TestDirectory::new(&[], "");
+    test_directory.write_controllers_file("");
+    let env = TestEnv::start(test_directory).await;
+    let read_until = async |last: Option<&str>, end_marker: &str| {
         let url = format!("http://{}/v1/watch?interval_ms=250", env.running.api);
         let mut request = env.http.get(url).bearer_auth(env.token(Role::Viewer));
         if let Some(last) = last {
             request = request.header("last-event-id", last);
         }
-        let mut answer = request.send().await.unwrap();
-        assert_eq!(answer.headers()["content-type"], "text/event-stream");
-        let mut text = String::new();
+        let mut response = request.send().await.unwrap();
+        assert_eq!(response.headers()["content-type"], "text/event-stream");
+        let mut received_text = String::new();
         with_timeout(end_marker, async {
             // To the end of an event.
-            while !(text.contains(end_marker) && text.ends_with("\n\n")) {
-                text += std::str::from_utf8(&answer.chunk().await.unwrap().unwrap()).unwrap();
+            while !(received_text.contains(end_marker) && received_text.ends_with("\n\n")) {
+                received_text += std::str::from_utf8(&response.chunk().await.unwrap().unwrap()).unwrap();
             }
         })
         .await;
-        text
+        received_text
     };
-    let first = watch(None, "event: status").await;
-    assert!(first.contains("event: status\ndata: {\"configuration_generation\":"), "{first}");
-    let seen = watch(None, "the controller has started").await;
-    let id = seen.lines().find_map(|line| line.strip_prefix("id: ")).unwrap().to_owned();
-    let text = format!("[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n{SERVICE}");
+    let first_messages = read_until(None, "event: status").await;
+    assert!(first_messages.contains("event: status\ndata: {\"configuration_generation\":"), "{first_messages}");
+    let start_messages = read_until(None, "the controller has started").await;
+    let id = start_messages.lines().find_map(|line| line.strip_prefix("id: ")).unwrap().to_owned();
+    let text = format!("[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n{WEB_SERVICE_TOML}");
     let document = NewFleet { name: "a.toml".into(), text, generation: 0, dry_run: false };
     env.client(Role::Operator).put_fleet(&document).await.unwrap();
-    let missed = watch(Some(&id), "new, at 10.2.0.1: ").await;
-    assert!(missed.contains("applied the document of generation 1"), "{missed}");
-    assert!(!missed.contains("the controller has started"), "{missed}");
+    let messages_after_reconnect = read_until(Some(&id), "new, at 10.2.0.1: ").await;
+    assert!(messages_after_reconnect.contains("applied the document of generation 1"), "{messages_after_reconnect}");
+    assert!(!messages_after_reconnect.contains("the controller has started"), "{messages_after_reconnect}");
 }
 
 #[tokio::test]
-async fn documented_requests_work() {
-    let env = TestEnv::start(TestDirectory::new(&["s1"], SERVICE)).await;
-    let manual = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/api.md")).unwrap();
-    let script = manual.split("```sh\n").nth(1).unwrap().split("```").next().unwrap();
+async fn requests_in_the_api_manual_work() {
+    let env = TestEnv::start(TestDirectory::new(&["s1"], WEB_SERVICE_TOML)).await;
+    let api_manual = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/api.md")).unwrap();
+    let script = api_manual.split("```sh\n").nth(1).unwrap().split("```").next().unwrap();
     let directory = env.home.directory.path().display().to_string();
     let script =
         script.replace("/var/lib/coreward", &directory).replace("127.0.0.1:7401", &env.running.api.to_string());
     assert!(script.matches("curl ").count() >= 5, "{script}");
-    let run = tokio::process::Command::new("sh").args(["-e", "-c", &script]).output();
-    let output = with_timeout("curl", run).await.unwrap();
-    let printed = String::from_utf8(output.stdout).unwrap();
-    assert!(output.status.success(), "{printed}{}", String::from_utf8_lossy(&output.stderr));
+    let curl_script = tokio::process::Command::new("sh").args(["-e", "-c", &script]).output();
+    let output = with_timeout("curl", curl_script).await.unwrap();
+    let printed_text = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success(), "{printed_text}{}", String::from_utf8_lossy(&output.stderr));
     // `settling` for as long as it waits for agents.
-    let leads = ["ready", "settling"].iter().any(|state| printed.contains(&format!("\"state\":\"{state}\"")));
-    assert!(leads && printed.contains("expected a number above 0"), "{printed}");
+    let is_leading = ["ready", "settling"].iter().any(|state| printed_text.contains(&format!("\"state\":\"{state}\"")));
+    assert!(is_leading && printed_text.contains("expected a number above 0"), "{printed_text}");
 }

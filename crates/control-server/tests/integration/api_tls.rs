@@ -53,16 +53,16 @@ impl TestEnv {
         token_file(self.home.directory.path(), role)
     }
 
-    fn client(&self, proof: Credential) -> Client {
-        self.client_of(&self.url(), proof, ExpectedHost::Requested)
+    fn client_with(&self, proof: Credential) -> Client {
+        self.client_of_url(&self.url(), proof, ExpectedHost::Requested)
     }
 
-    fn client_of(&self, url: &str, proof: Credential, host: ExpectedHost) -> Client {
+    fn client_of_url(&self, url: &str, proof: Credential, host: ExpectedHost) -> Client {
         Client::with_controllers(vec![url.parse().unwrap()], &proof, host).unwrap()
     }
 
     /// Requests the path with curl. Returns the HTTP status, or curl's error message.
-    async fn curl(&self, path: &str, options: &[&str]) -> Result<u16, String> {
+    async fn request_by_curl(&self, path: &str, options: &[&str]) -> Result<u16, String> {
         let mut command = tokio::process::Command::new("curl");
         command.args(["--silent", "--show-error", "--output", "/dev/null", "--write-out", "%{http_code}"]);
         command.args(options).arg(format!("{}{path}", self.url()));
@@ -74,14 +74,20 @@ impl TestEnv {
     }
 }
 
-fn issue(home: &TestDirectory, authority: &Authority, role: Role, name: &str, hosts: &[&str]) -> CredentialFiles {
+fn issue(
+    test_directory: &TestDirectory,
+    authority: &Authority,
+    role: Role,
+    name: &str,
+    hosts: &[&str],
+) -> CredentialFiles {
     let identity = Identity { fleet: "prod".parse().unwrap(), role, name: name.parse().unwrap() };
-    let directory = home.directory.path().join(format!("{role}-{name}"));
+    let directory = test_directory.directory.path().join(format!("{role}-{name}"));
     let hosts: Vec<String> = hosts.iter().map(ToString::to_string).collect();
-    let issued = authority.issue(&identity, &hosts, Validity::from_now(DAY)).unwrap();
-    issued.write(&directory, authority).unwrap();
-    let file = |name: &str| directory.join(name);
-    CredentialFiles { ca: file("ca.crt"), certificate: file("own.crt"), key: file("own.key") }
+    let certificate_and_key = authority.issue(&identity, &hosts, Validity::from_now(DAY)).unwrap();
+    certificate_and_key.write(&directory, authority).unwrap();
+    let file_path = |name: &str| directory.join(name);
+    CredentialFiles { ca: file_path("ca.crt"), certificate: file_path("own.crt"), key: file_path("own.key") }
 }
 
 fn path_text(path: &Path) -> &str {
@@ -93,18 +99,21 @@ fn path_text(path: &Path) -> &str {
 async fn curl_authenticates_by_token_or_certificate() {
     let env = TestEnv::start().await;
     let ca = env.certificate(Role::Viewer, "eve").ca;
-    let trusting = ["--cacert", path_text(&ca)];
-    let bearer = |role| {
+    let trust_options = ["--cacert", path_text(&ca)];
+    let authorization_header = |role| {
         let token = std::fs::read_to_string(env.token_file(role)).unwrap();
         format!("Authorization: Bearer {}", token.trim())
     };
-    let viewer = bearer(coreward_api::Role::Viewer);
-    let with = |more: &[&'static str]| -> Vec<&str> { trusting.iter().chain(more).copied().collect() };
-    let rotate = ["--request", "POST", "--json", "{}"];
-    assert_eq!(env.curl("/v1/health", &with(&[])).await, Ok(401));
-    assert_eq!(env.curl("/v1/health", &[&trusting[..], &["--header", &viewer]].concat()).await, Ok(200));
-    let refused = env.curl("/v1/health", &["--header", &viewer]).await.unwrap_err();
-    assert!(refused.contains("certificate"), "{refused}");
+    let viewer_header = authorization_header(coreward_api::Role::Viewer);
+    let trusted_options = |more: &[&'static str]| -> Vec<&str> { trust_options.iter().chain(more).copied().collect() };
+    let rotate_options = ["--request", "POST", "--json", "{}"];
+    assert_eq!(env.request_by_curl("/v1/health", &trusted_options(&[])).await, Ok(401));
+    assert_eq!(
+        env.request_by_curl("/v1/health", &[&trust_options[..], &["--header", &viewer_header]].concat()).await,
+        Ok(200)
+    );
+    let untrusted_error = env.request_by_curl("/v1/health", &["--header", &viewer_header]).await.unwrap_err();
+    assert!(untrusted_error.contains("certificate"), "{untrusted_error}");
     for (role, reads, writes) in [
         (Role::Viewer, 200, 403),
         // The key is too new for a rotation.
@@ -114,29 +123,40 @@ async fn curl_authenticates_by_token_or_certificate() {
         (Role::Rack, 401, 401),
         (Role::Controller, 401, 401),
     ] {
-        let own = env.certificate(role, "somebody");
-        let shows = ["--cert", path_text(&own.certificate), "--key", path_text(&own.key)];
-        let asks = [&trusting[..], &shows].concat();
-        assert_eq!(env.curl("/v1/status", &asks).await, Ok(reads), "{role}");
-        assert_eq!(env.curl("/v1/keys/rotate", &[&asks[..], &rotate].concat()).await, Ok(writes), "{role}");
+        let credentials = env.certificate(role, "somebody");
+        let certificate_options = ["--cert", path_text(&credentials.certificate), "--key", path_text(&credentials.key)];
+        let curl_options = [&trust_options[..], &certificate_options].concat();
+        assert_eq!(env.request_by_curl("/v1/status", &curl_options).await, Ok(reads), "{role}");
+        assert_eq!(
+            env.request_by_curl("/v1/keys/rotate", &[&curl_options[..], &rotate_options].concat()).await,
+            Ok(writes),
+            "{role}"
+        );
     }
-    let plain = env.url().replace("https", "http");
-    let plain = with_timeout("an answer", reqwest::get(format!("{plain}/v1/health"))).await;
-    assert!(plain.is_err(), "what is not encrypted gets no answer: {plain:?}");
+    let plain_http_url = env.url().replace("https", "http");
+    let plain_http_result = with_timeout("an answer", reqwest::get(format!("{plain_http_url}/v1/health"))).await;
+    assert!(plain_http_result.is_err(), "what is not encrypted gets no answer: {plain_http_result:?}");
 }
 
 /// Without the attribute `Secure`, a browser would send the cookie to any plain HTTP server of the same host name.
 #[tokio::test]
-async fn session_cookie_of_tls_is_secure() {
+async fn session_cookie_has_secure_attribute_with_tls() {
     let env = TestEnv::start().await;
-    let own = env.certificate(Role::Viewer, "eve");
-    let headers = env.home.directory.path().join("headers");
-    let asks = ["--cacert", path_text(&own.ca), "--cert", path_text(&own.certificate), "--key", path_text(&own.key)];
+    let viewer_credentials = env.certificate(Role::Viewer, "eve");
+    let headers_file = env.home.directory.path().join("headers");
+    let curl_options = [
+        "--cacert",
+        path_text(&viewer_credentials.ca),
+        "--cert",
+        path_text(&viewer_credentials.certificate),
+        "--key",
+        path_text(&viewer_credentials.key),
+    ];
     for method in ["POST", "DELETE"] {
-        let more = ["--request", method, "--dump-header", path_text(&headers)];
-        assert_eq!(env.curl("/v1/session", &[&asks[..], &more].concat()).await, Ok(204));
-        let answer = std::fs::read_to_string(&headers).unwrap();
-        let cookie = answer.lines().find(|line| line.starts_with("set-cookie: ")).expect("a cookie");
+        let session_options = ["--request", method, "--dump-header", path_text(&headers_file)];
+        assert_eq!(env.request_by_curl("/v1/session", &[&curl_options[..], &session_options].concat()).await, Ok(204));
+        let response_headers = std::fs::read_to_string(&headers_file).unwrap();
+        let cookie = response_headers.lines().find(|line| line.starts_with("set-cookie: ")).expect("a cookie");
         assert!(cookie.split("; ").any(|attribute| attribute == "Secure"), "{method}: {cookie}");
     }
 }
@@ -144,21 +164,23 @@ async fn session_cookie_of_tls_is_secure() {
 #[tokio::test]
 async fn commands_authenticate_by_token_or_certificate() {
     let env = TestEnv::start().await;
-    let viewer = env.certificate(Role::Viewer, "eve");
-    let client = env.client(Credential::Certificate(viewer.clone()));
+    let viewer_credentials = env.certificate(Role::Viewer, "eve");
+    let client = env.client_with(Credential::Certificate(viewer_credentials.clone()));
     assert_eq!(client.status(false).await.unwrap().services[0].name, "web");
-    let forbidden = client.rotate_keys(&RotateKeys { force: true }).await.unwrap_err();
-    assert_eq!(forbidden.downcast_ref::<Problem>().unwrap().kind, ProblemKind::Forbidden);
-    let operator = env.client(Credential::Certificate(env.certificate(Role::Operator, "ann")));
-    operator.rotate_keys(&RotateKeys { force: true }).await.unwrap();
+    let forbidden_error = client.rotate_keys(&RotateKeys { force: true }).await.unwrap_err();
+    assert_eq!(forbidden_error.downcast_ref::<Problem>().unwrap().kind, ProblemKind::Forbidden);
+    let operator_client = env.client_with(Credential::Certificate(env.certificate(Role::Operator, "ann")));
+    operator_client.rotate_keys(&RotateKeys { force: true }).await.unwrap();
 
-    let file = env.token_file(coreward_api::Role::Viewer);
-    let client = env.client(Credential::Token { file: file.clone(), ca: Some(viewer.ca.clone()) });
+    let token_file = env.token_file(coreward_api::Role::Viewer);
+    let client =
+        env.client_with(Credential::Token { file: token_file.clone(), ca: Some(viewer_credentials.ca.clone()) });
     assert_eq!(client.status(false).await.unwrap().services[0].name, "web");
 
     // The peer must be a controller with a certificate of our authority.
-    let foreign = Authority::init(&env.home.directory.path().join("foreign"), &"prod".parse().unwrap(), DAY).unwrap();
-    let client = env.client(Credential::Token { file: file.clone(), ca: Some(foreign.ca_path()) });
+    let foreign_authority =
+        Authority::init(&env.home.directory.path().join("foreign"), &"prod".parse().unwrap(), DAY).unwrap();
+    let client = env.client_with(Credential::Token { file: token_file.clone(), ca: Some(foreign_authority.ca_path()) });
     let error = client.status(false).await.unwrap_err().to_string();
     assert!(
         error.contains("its certificate is signed by no authority in `ca`") && error.contains(&env.url()),
@@ -166,8 +188,12 @@ async fn commands_authenticate_by_token_or_certificate() {
     );
 
     for (url, proof, expected) in [
-        (env.url(), Credential::Token { file: file.clone(), ca: None }, "https:// and no `--ca`"),
-        ("127.0.0.1:7401".to_owned(), Credential::Certificate(viewer), "a certificate proves nothing without TLS"),
+        (env.url(), Credential::Token { file: token_file.clone(), ca: None }, "https:// and no `--ca`"),
+        (
+            "127.0.0.1:7401".to_owned(),
+            Credential::Certificate(viewer_credentials),
+            "a certificate proves nothing without TLS",
+        ),
     ] {
         let url: ControllerUrl = url.parse().unwrap();
         let error = Client::with_controllers(vec![url], &proof, ExpectedHost::Requested).unwrap_err().to_string();
@@ -179,66 +205,71 @@ async fn commands_authenticate_by_token_or_certificate() {
 /// expects. Otherwise a certificate with the role of a controller suffices.
 #[tokio::test]
 async fn controller_certificate_must_name_the_requested_host() {
-    let one_of = |names: &[&str]| ExpectedHost::OneOf(names.iter().map(ToString::to_string).collect());
+    let expected_hosts = |names: &[&str]| ExpectedHost::OneOf(names.iter().map(ToString::to_string).collect());
     let env = TestEnv::start_at(&["c1.example", "192.0.2.7"]).await;
-    let viewer = env.certificate(Role::Viewer, "eve");
-    let token = Credential::Token { file: env.token_file(coreward_api::Role::Viewer), ca: Some(viewer.ca.clone()) };
-    for proof in [token, Credential::Certificate(viewer.clone())] {
-        let refused = env.client(proof.clone()).status(false).await.unwrap_err().to_string();
+    let viewer_credentials = env.certificate(Role::Viewer, "eve");
+    let token_credential =
+        Credential::Token { file: env.token_file(coreward_api::Role::Viewer), ca: Some(viewer_credentials.ca.clone()) };
+    for proof in [token_credential, Credential::Certificate(viewer_credentials.clone())] {
+        let error_text = env.client_with(proof.clone()).status(false).await.unwrap_err().to_string();
         let expected = "its certificate is for controller c1 at c1.example, 192.0.2.7: expected one for 127.0.0.1";
-        assert!(refused.contains(expected) && refused.contains("--controller-name"), "{refused}");
+        assert!(error_text.contains(expected) && error_text.contains("--controller-name"), "{error_text}");
         for named in ["c1", "c1.example", "192.0.2.7"] {
-            let client = env.client_of(&env.url(), proof.clone(), one_of(&["another", named]));
+            let client = env.client_of_url(&env.url(), proof.clone(), expected_hosts(&["another", named]));
             client.status(false).await.unwrap_or_else(|error| panic!("{named}: {error:#}"));
         }
-        let refused = env.client_of(&env.url(), proof, one_of(&["c2", "127.0.0.1"])).status(false).await.unwrap_err();
-        let refused = refused.to_string();
-        assert!(refused.contains("192.0.2.7: expected one for c2 or 127.0.0.1"), "{refused}");
+        let rejection =
+            env.client_of_url(&env.url(), proof, expected_hosts(&["c2", "127.0.0.1"])).status(false).await.unwrap_err();
+        let error_text = rejection.to_string();
+        assert!(error_text.contains("192.0.2.7: expected one for c2 or 127.0.0.1"), "{error_text}");
     }
     env.running.kill().await;
 
     let env = TestEnv::start_at(&["localhost"]).await;
     let proof = Credential::Certificate(env.certificate(Role::Viewer, "eve"));
-    let by_name = env.url().replace("127.0.0.1", "localhost");
-    env.client_of(&by_name, proof.clone(), ExpectedHost::Requested).status(false).await.unwrap();
-    env.client(proof).status(false).await.unwrap_err();
+    let localhost_url = env.url().replace("127.0.0.1", "localhost");
+    env.client_of_url(&localhost_url, proof.clone(), ExpectedHost::Requested).status(false).await.unwrap();
+    env.client_with(proof).status(false).await.unwrap_err();
     env.running.kill().await;
 
     let env = TestEnv::start_at(&[]).await;
     let proof = Credential::Certificate(env.certificate(Role::Viewer, "eve"));
-    env.client(proof.clone()).status(false).await.unwrap();
-    env.client_of(&env.url(), proof.clone(), one_of(&["c1"])).status(false).await.unwrap();
-    let refused = env.client_of(&env.url(), proof, one_of(&["127.0.0.1"])).status(false).await.unwrap_err();
+    env.client_with(proof.clone()).status(false).await.unwrap();
+    env.client_of_url(&env.url(), proof.clone(), expected_hosts(&["c1"])).status(false).await.unwrap();
+    let rejection =
+        env.client_of_url(&env.url(), proof, expected_hosts(&["127.0.0.1"])).status(false).await.unwrap_err();
     let expected = "its certificate is for controller c1 at no host that it names: expected one for 127.0.0.1";
-    assert!(refused.to_string().contains(expected), "{refused}");
+    assert!(rejection.to_string().contains(expected), "{rejection}");
 }
 
 #[tokio::test]
 async fn revoked_certificate_is_rejected() {
     let env = TestEnv::start().await;
-    let lost = env.certificate(Role::Operator, "lost");
-    let client = env.client(Credential::Certificate(lost.clone()));
+    let lost_credentials = env.certificate(Role::Operator, "lost");
+    let client = env.client_with(Credential::Certificate(lost_credentials.clone()));
     client.status(false).await.unwrap();
     let TestEnv { home, authority, running } = env;
     running.kill().await;
-    let fingerprint = coreward_tls::read_certificates(&lost.certificate).unwrap()[0].fingerprint;
-    let text = std::fs::read_to_string(home.config()).unwrap();
-    std::fs::write(home.config(), format!("revoked_certificates = [\"{fingerprint}\"]\n{text}")).unwrap();
+    let fingerprint = coreward_tls::read_certificates(&lost_credentials.certificate).unwrap()[0].fingerprint;
+    let config_text = std::fs::read_to_string(home.config()).unwrap();
+    std::fs::write(home.config(), format!("revoked_certificates = [\"{fingerprint}\"]\n{config_text}")).unwrap();
     let env = TestEnv { running: home.start().await, home, authority };
-    let error = env.client(Credential::Certificate(lost)).status(false).await.unwrap_err().to_string();
-    assert!(error.contains("revoked"), "{error}");
+    let rejection_error =
+        env.client_with(Credential::Certificate(lost_credentials)).status(false).await.unwrap_err().to_string();
+    assert!(rejection_error.contains("revoked"), "{rejection_error}");
 }
 
 /// Without `[tls]`, a token would cross the network in cleartext.
 #[tokio::test]
-async fn api_beyond_its_host_requires_tls() {
-    let home = TestDirectory::new(&["s1"], SERVICE);
-    let text = std::fs::read_to_string(home.config()).unwrap();
-    std::fs::write(home.config(), text.replace("api = \"127.0.0.1:0\"", "api = \"0.0.0.0:0\"")).unwrap();
-    let error = coreward_control_server::server::ControllerServer::bind(&home.config())
+async fn api_that_listens_beyond_its_host_requires_tls() {
+    let test_directory = TestDirectory::new(&["s1"], SERVICE);
+    let config_text = std::fs::read_to_string(test_directory.config()).unwrap();
+    std::fs::write(test_directory.config(), config_text.replace("api = \"127.0.0.1:0\"", "api = \"0.0.0.0:0\""))
+        .unwrap();
+    let bind_error = coreward_control_server::server::ControllerServer::bind(&test_directory.config())
         .await
         .err()
         .expect("refused")
         .to_string();
-    assert!(error.contains("tokens would pass a network in clear to 0.0.0.0:0: expected `[tls]`"), "{error}");
+    assert!(bind_error.contains("tokens would pass a network in clear to 0.0.0.0:0: expected `[tls]`"), "{bind_error}");
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use coreward_api::types::{Fleet, FleetChange, NewFleet, Server, ServerState, Service, Status};
-use coreward_render::Format;
+use coreward_render::OutputFormat;
 use coreward_render::fleet::{self, ProposedFleet};
 use proptest::prelude::*;
 
@@ -13,18 +13,18 @@ use crate::support::{RunningController, TestDirectory, with_timeout};
 
 /// Returns a test directory with a controller's file that does not name a fleet's file.
 fn home() -> TestDirectory {
-    let home = TestDirectory::new(&[], "");
-    home.write_controllers_file("");
-    home
+    let test_directory = TestDirectory::new(&[], "");
+    test_directory.write_controllers_file("");
+    test_directory
 }
 
-fn document(servers: &[&str], more: &str) -> String {
-    let server = |name: &&str| format!("[[server]]\nname = \"{name}\"\naddress = \"10.2.0.{}\"\n", &name[1..]);
-    let servers: String = servers.iter().map(server).collect();
-    format!("# Ours.\nreport_interval = \"10ms\"\n{servers}{WEB}{more}")
+fn fleet_document(servers: &[&str], additional_text: &str) -> String {
+    let server_section = |name: &&str| format!("[[server]]\nname = \"{name}\"\naddress = \"10.2.0.{}\"\n", &name[1..]);
+    let server_sections: String = servers.iter().map(server_section).collect();
+    format!("# Ours.\nreport_interval = \"10ms\"\n{server_sections}{WEB_SERVICE_TOML}{additional_text}")
 }
 
-const WEB: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n";
+const WEB_SERVICE_TOML: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n";
 
 impl TestDirectory {
     fn file(&self, text: &str) -> PathBuf {
@@ -46,16 +46,16 @@ impl RunningController {
         apply(self.proposed(home, text).await?).await
     }
 
-    async fn shown(&self, format: Format) -> String {
+    async fn shown_fleet(&self, format: OutputFormat) -> String {
         let client = self.client.clone();
         tokio::task::spawn_blocking(move || fleet::show(&client, format)).await.unwrap().unwrap()
     }
 
-    async fn document(&self) -> Fleet {
+    async fn applied_document(&self) -> Fleet {
         self.client.fleet().await.unwrap()
     }
 
-    async fn status_once(&self, what: &str, is_so: impl Fn(&Status) -> bool) {
+    async fn wait_for_status(&self, what: &str, is_so: impl Fn(&Status) -> bool) {
         with_timeout(what, async {
             while !is_so(&self.status().await) {
                 tokio::time::sleep(Duration::from_millis(10)).await;
@@ -77,7 +77,7 @@ impl RunningController {
     }
 }
 
-fn state_of(status: &Status, name: &str) -> ServerState {
+fn server_state(status: &Status, name: &str) -> ServerState {
     status.servers.iter().find(|server| server.name == name).unwrap().state
 }
 
@@ -88,71 +88,77 @@ async fn apply(proposed: ProposedFleet) -> Result<u64, String> {
 
 #[tokio::test]
 async fn applied_fleet_is_shown_and_survives_a_restart() {
-    let home = home();
-    let controller = home.start().await;
-    assert_eq!(controller.document().await, Fleet { generation: 0, text: String::new(), file: None });
-    let first = document(&["s1", "s2"], "");
-    let proposed = controller.proposed(&home, &first).await.unwrap();
+    let test_directory = home();
+    let controller = test_directory.start().await;
+    assert_eq!(controller.applied_document().await, Fleet { generation: 0, text: String::new(), file: None });
+    let first_document = fleet_document(&["s1", "s2"], "");
+    let proposed_fleet = controller.proposed(&test_directory, &first_document).await.unwrap();
     let is_added = |change: &&FleetChange| change.message.starts_with("+ ");
-    let added: Vec<&str> = proposed.changes().iter().filter(is_added).map(|change| change.subject.as_str()).collect();
-    assert_eq!(added, ["server s1", "server s2", "service web"]);
-    assert_eq!(controller.document().await.generation, 0, "a look changes nothing");
-    assert_eq!(apply(proposed).await, Ok(1));
-    let before = controller.stored_configuration().await;
-    assert_eq!(before.0.keys().collect::<Vec<_>>(), ["s1", "s2"]);
+    let added_subjects: Vec<&str> =
+        proposed_fleet.changes().iter().filter(is_added).map(|change| change.subject.as_str()).collect();
+    assert_eq!(added_subjects, ["server s1", "server s2", "service web"]);
+    assert_eq!(controller.applied_document().await.generation, 0, "a look changes nothing");
+    assert_eq!(apply(proposed_fleet).await, Ok(1));
+    let stored_before = controller.stored_configuration().await;
+    assert_eq!(stored_before.0.keys().collect::<Vec<_>>(), ["s1", "s2"]);
 
-    let again = controller.proposed(&home, &first).await.unwrap();
+    let repeated_proposal = controller.proposed(&test_directory, &first_document).await.unwrap();
     assert!(
-        again.is_in_force()
-            && again.format_changes(Format::Text).unwrap() == "generation 1 is the same: nothing changes\n"
+        repeated_proposal.is_in_force()
+            && repeated_proposal.format_changes(OutputFormat::Text).unwrap()
+                == "generation 1 is the same: nothing changes\n"
     );
-    let drained = first.replace("10.2.0.1\"\n", "10.2.0.1\"\nstate = \"draining\"\n");
-    let proposed = controller.proposed(&home, &drained).await.unwrap();
+    let draining_document = first_document.replace("10.2.0.1\"\n", "10.2.0.1\"\nstate = \"draining\"\n");
+    let draining_fleet = controller.proposed(&test_directory, &draining_document).await.unwrap();
     assert_eq!(
-        proposed.format_changes(Format::Text).unwrap(),
+        draining_fleet.format_changes(OutputFormat::Text).unwrap(),
         "against generation 1:\n  ~ server s1: state (default) -> \"draining\"\n"
     );
-    assert_eq!(apply(proposed).await, Ok(2));
-    assert_eq!(controller.shown(Format::Text).await, format!("# generation 2, applied\n{drained}"));
-    let shown: serde_json::Value = serde_json::from_str(&controller.shown(Format::Json).await).unwrap();
+    assert_eq!(apply(draining_fleet).await, Ok(2));
     assert_eq!(
-        (&shown["generation"], &shown["file"], &shown["text"]),
-        (&2.into(), &().into(), &drained.as_str().into())
+        controller.shown_fleet(OutputFormat::Text).await,
+        format!("# generation 2, applied\n{draining_document}")
+    );
+    let shown_json: serde_json::Value =
+        serde_json::from_str(&controller.shown_fleet(OutputFormat::Json).await).unwrap();
+    assert_eq!(
+        (&shown_json["generation"], &shown_json["file"], &shown_json["text"]),
+        (&2.into(), &().into(), &draining_document.as_str().into())
     );
 
     controller.kill().await;
-    let controller = home.start().await;
-    assert_eq!(controller.document().await, Fleet { generation: 2, text: drained, file: None });
-    let after = controller.stored_configuration().await;
-    assert_eq!(after.0["s1"], (before.0["s1"].0, "draining".to_owned(), 1));
-    assert_eq!((&after.0["s2"], &after.1), (&before.0["s2"], &before.1));
+    let controller = test_directory.start().await;
+    assert_eq!(controller.applied_document().await, Fleet { generation: 2, text: draining_document, file: None });
+    let stored_after = controller.stored_configuration().await;
+    assert_eq!(stored_after.0["s1"], (stored_before.0["s1"].0, "draining".to_owned(), 1));
+    assert_eq!((&stored_after.0["s2"], &stored_after.1), (&stored_before.0["s2"], &stored_before.1));
 }
 
 #[tokio::test]
 async fn apply_to_an_old_generation_is_rejected() {
-    let home = home();
-    let controller = home.start().await;
-    controller.apply(&home, &document(&["s1"], "")).await.unwrap();
-    let [late, early] = [&["s1", "s3"], &["s1", "s2"]].map(|servers| document(servers, ""));
-    let late = controller.proposed(&home, &late).await.unwrap();
-    assert_eq!(controller.apply(&home, &early).await, Ok(2));
+    let test_directory = home();
+    let controller = test_directory.start().await;
+    controller.apply(&test_directory, &fleet_document(&["s1"], "")).await.unwrap();
+    let [late, early] = [&["s1", "s3"], &["s1", "s2"]].map(|servers| fleet_document(servers, ""));
+    let late_proposal = controller.proposed(&test_directory, &late).await.unwrap();
+    assert_eq!(controller.apply(&test_directory, &early).await, Ok(2));
     assert_eq!(
-        apply(late).await.unwrap_err(),
+        apply(late_proposal).await.unwrap_err(),
         "generation 2 is in force, not 1, with which this was compared: expected a comparison with it"
     );
-    assert_eq!(controller.document().await, Fleet { generation: 2, text: early, file: None });
+    assert_eq!(controller.applied_document().await, Fleet { generation: 2, text: early, file: None });
 }
 
 #[tokio::test]
 async fn invalid_document_changes_nothing() {
-    let home = home();
-    let controller = home.start().await;
-    let first = document(&["s1"], "").replace("address", "id = 7\naddress");
-    controller.apply(&home, &first).await.unwrap();
-    let before = controller.stored_configuration().await;
-    let wrong = document(&["s1", "s1"], "weihgt = 2\n");
+    let test_directory = home();
+    let controller = test_directory.start().await;
+    let first_document = fleet_document(&["s1"], "").replace("address", "id = 7\naddress");
+    controller.apply(&test_directory, &first_document).await.unwrap();
+    let stored_before = controller.stored_configuration().await;
+    let invalid_document = fleet_document(&["s1", "s1"], "weihgt = 2\n");
     assert_eq!(
-        controller.apply(&home, &wrong).await.unwrap_err().lines().collect::<Vec<_>>(),
+        controller.apply(&test_directory, &invalid_document).await.unwrap_err().lines().collect::<Vec<_>>(),
         [
             "/wanted.toml:7:8: key `server.name`: server name s1 is used twice (first in line 4): expected each once",
             "/wanted.toml:8:11: key `server.address`: server address 10.2.0.1 is used twice (first in line 5): \
@@ -165,89 +171,96 @@ async fn invalid_document_changes_nothing() {
         ]
     );
     // Right by itself, but the id's connections may still live: only the controller knows.
-    let taken = document(&["s2"], "").replace("address", "id = 7\naddress");
+    let duplicate_id_document = fleet_document(&["s2"], "").replace("address", "id = 7\naddress");
     assert_eq!(
-        controller.apply(&home, &taken).await.unwrap_err(),
+        controller.apply(&test_directory, &duplicate_id_document).await.unwrap_err(),
         "/wanted.toml:5:6: key `server.id`: server id 7 belongs to server \"s1\", whose connections may still carry \
          it: \
          expected one that is free, or none to have one drawn"
     );
     // A client that does not check first gets the same answer.
-    let document = NewFleet { name: "w".into(), text: "load_ewma_alpha = 2\n".into(), generation: 1, dry_run: false };
-    let refused = controller.client.put_fleet(&document).await.unwrap_err();
-    assert_eq!(refused.to_string(), "w:1:19: key `load_ewma_alpha`: alpha 2: expected a number above 0, at most 1");
-    assert_eq!(controller.document().await, Fleet { generation: 1, text: first, file: None });
-    assert_eq!(controller.stored_configuration().await, before);
+    let invalid_fleet =
+        NewFleet { name: "w".into(), text: "load_ewma_alpha = 2\n".into(), generation: 1, dry_run: false };
+    let rejection = controller.client.put_fleet(&invalid_fleet).await.unwrap_err();
+    assert_eq!(rejection.to_string(), "w:1:19: key `load_ewma_alpha`: alpha 2: expected a number above 0, at most 1");
+    assert_eq!(controller.applied_document().await, Fleet { generation: 1, text: first_document, file: None });
+    assert_eq!(controller.stored_configuration().await, stored_before);
 }
 
 /// The slow start of a server is not stored: the next controller gives the server its full share at once.
 #[tokio::test]
 async fn slow_start_ends_with_a_restart() {
-    let home = home();
-    let controller = home.start().await;
-    let slow = "slow_start = \"1h\"\n";
-    assert_eq!(controller.apply(&home, &document(&["s1"], slow)).await, Ok(1));
-    controller.status_once("the first table", |status| status.services[0].table_generation > 0).await;
-    assert_eq!(controller.apply(&home, &document(&["s1", "s2"], slow)).await, Ok(2));
-    controller.status_once("s2 to join", |status| state_of(status, "s2") == ServerState::Joining).await;
+    let test_directory = home();
+    let controller = test_directory.start().await;
+    let slow_start_line = "slow_start = \"1h\"\n";
+    assert_eq!(controller.apply(&test_directory, &fleet_document(&["s1"], slow_start_line)).await, Ok(1));
+    controller.wait_for_status("the first table", |status| status.services[0].table_generation > 0).await;
+    assert_eq!(controller.apply(&test_directory, &fleet_document(&["s1", "s2"], slow_start_line)).await, Ok(2));
+    controller.wait_for_status("s2 to join", |status| server_state(status, "s2") == ServerState::Joining).await;
     assert_eq!(controller.stored_configuration().await.0["s2"].1, "active", "its slow start is not stored");
     controller.kill().await;
-    let controller = home.start().await;
-    assert_eq!(state_of(&controller.status().await, "s2"), ServerState::Active);
+    let controller = test_directory.start().await;
+    assert_eq!(server_state(&controller.status().await, "s2"), ServerState::Active);
 }
 
 /// If the file is removed, the fleet continues as it is.
 #[tokio::test]
 async fn fleet_managed_by_a_file_changes_only_there() {
-    let home = TestDirectory::new(&["s1"], WEB);
-    let file = home.directory.path().join("fleet.toml");
-    let controller = home.start().await;
-    let shown = controller.document().await;
-    assert_eq!((shown.generation, shown.text), (1, std::fs::read_to_string(&file).unwrap()));
-    assert_eq!(shown.file, Some(file.display().to_string()));
+    let test_directory = TestDirectory::new(&["s1"], WEB_SERVICE_TOML);
+    let fleet_file = test_directory.directory.path().join("fleet.toml");
+    let controller = test_directory.start().await;
+    let applied_fleet = controller.applied_document().await;
+    assert_eq!((applied_fleet.generation, applied_fleet.text), (1, std::fs::read_to_string(&fleet_file).unwrap()));
+    assert_eq!(applied_fleet.file, Some(fleet_file.display().to_string()));
     // To look what a document would change is allowed.
-    let preview = controller.proposed(&home, &document(&["s2"], "")).await.unwrap();
-    assert!(preview.changes().iter().any(|change| change.message == "- server s1"), "{:?}", preview.changes());
-    let refused = apply(preview).await.unwrap_err().replace(&home.directory.path().display().to_string(), "");
+    let proposed_fleet = controller.proposed(&test_directory, &fleet_document(&["s2"], "")).await.unwrap();
+    assert!(
+        proposed_fleet.changes().iter().any(|change| change.message == "- server s1"),
+        "{:?}",
+        proposed_fleet.changes()
+    );
+    let apply_error =
+        apply(proposed_fleet).await.unwrap_err().replace(&test_directory.directory.path().display().to_string(), "");
     assert_eq!(
-        refused,
+        apply_error,
         "this controller's fleet is managed by /fleet.toml (`fleet` in /controller.toml): expected changes there, \
          then SIGHUP"
     );
-    let before = controller.stored_configuration().await;
+    let stored_before = controller.stored_configuration().await;
     controller.kill().await;
-    home.write_controllers_file("");
-    std::fs::remove_file(file).unwrap();
-    let controller = home.start().await;
-    assert_eq!(controller.stored_configuration().await, before);
-    assert_eq!(controller.apply(&home, &document(&["s1", "s2"], "")).await, Ok(2));
+    test_directory.write_controllers_file("");
+    std::fs::remove_file(fleet_file).unwrap();
+    let controller = test_directory.start().await;
+    assert_eq!(controller.stored_configuration().await, stored_before);
+    assert_eq!(controller.apply(&test_directory, &fleet_document(&["s1", "s2"], "")).await, Ok(2));
 }
 
 /// Generates valid fleet documents, with servers and services in any order, and with comments.
-fn documents() -> impl Strategy<Value = String> {
-    let server = (0u8..3, any::<bool>(), 0u8..=100, any::<bool>());
-    let servers = prop::collection::btree_map(1u8..40, server, 0..12);
-    let service = (prop::sample::select(coreward_model::policy::names()), 0u32..12, 0u64..=3_600, any::<bool>());
-    let services = prop::collection::btree_map(1u16..1000, service, 0..6);
+fn valid_documents() -> impl Strategy<Value = String> {
+    let server_keys = (0u8..3, any::<bool>(), 0u8..=100, any::<bool>());
+    let servers = prop::collection::btree_map(1u8..40, server_keys, 0..12);
+    let service_keys = (prop::sample::select(coreward_model::policy::names()), 0u32..12, 0u64..=3_600, any::<bool>());
+    let services = prop::collection::btree_map(1u16..1000, service_keys, 0..6);
     (servers, services, 10u32..=1000, 1u32..=1000, prop::option::of(24u32..=8760)).prop_map(
         |(servers, services, interval, alpha, rotation)| {
-            let mut text =
+            let mut document_text =
                 format!("report_interval = \"{interval}ms\"\nload_ewma_alpha = {}\n", f64::from(alpha) / 1000.0);
-            text += &rotation.map_or(String::new(), |hours| format!("key_rotation = \"{hours}h\"\n"));
+            document_text += &rotation.map_or(String::new(), |hours| format!("key_rotation = \"{hours}h\"\n"));
             for (n, (kind, draining, weight, has_id)) in &servers {
-                text +=
+                document_text +=
                     &format!("# {kind}\n[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{n}\"\nweight = {weight}\n");
-                text += if *draining { "state = \"draining\"\n" } else { "" };
-                text += &if *has_id { format!("id = {}\n", u32::from(*n) * 400) } else { String::new() };
+                document_text += if *draining { "state = \"draining\"\n" } else { "" };
+                document_text += &if *has_id { format!("id = {}\n", u32::from(*n) * 400) } else { String::new() };
             }
             for (port, (policy, buckets, slow_start, all)) in &services {
-                text +=
+                document_text +=
                     &format!("[[service]]\nname = \"w{port}\"\nvip = \"10.200.0.1:{port}\"\npolicy = \"{policy}\"\n");
-                text += &format!("buckets = {}\nslow_start = \"{slow_start}s\"\n", 1u32 << buckets);
-                let half: Vec<String> = servers.keys().filter(|n| *n % 2 == 0).map(|n| format!("s{n}")).collect();
-                text += &if *all { String::new() } else { format!("servers = {half:?}\n") };
+                document_text += &format!("buckets = {}\nslow_start = \"{slow_start}s\"\n", 1u32 << buckets);
+                let even_servers: Vec<String> =
+                    servers.keys().filter(|n| *n % 2 == 0).map(|n| format!("s{n}")).collect();
+                document_text += &if *all { String::new() } else { format!("servers = {even_servers:?}\n") };
             }
-            text
+            document_text
         },
     )
 }
@@ -257,23 +270,23 @@ proptest! {
 
     /// A controller that is killed and restarted has the applied document, with the same text, ids, states and pools.
     #[test]
-    fn any_fleet_survives_a_restart(first in documents(), second in documents()) {
+    fn any_fleet_survives_a_restart(first in valid_documents(), second in valid_documents()) {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
-            let home = home();
-            let controller = home.start().await;
-            prop_assert_eq!(controller.apply(&home, &first).await, Ok(1));
+            let test_directory = home();
+            let controller = test_directory.start().await;
+            prop_assert_eq!(controller.apply(&test_directory, &first).await, Ok(1));
             // An id that the first document assigned may still be in cookies: then the second document is rejected
             // completely.
-            let outcome = controller.apply(&home, &second).await;
-            let expected = if outcome.is_ok() { &second } else { &first };
-            prop_assert_eq!(&controller.document().await.text, expected);
-            let before = (controller.document().await, controller.stored_configuration().await);
+            let apply_result = controller.apply(&test_directory, &second).await;
+            let expected_document = if apply_result.is_ok() { &second } else { &first };
+            prop_assert_eq!(&controller.applied_document().await.text, expected_document);
+            let configuration_before = (controller.applied_document().await, controller.stored_configuration().await);
             controller.kill().await;
-            let controller = home.start().await;
-            let after = (controller.document().await, controller.stored_configuration().await);
+            let controller = test_directory.start().await;
+            let configuration_after = (controller.applied_document().await, controller.stored_configuration().await);
             controller.kill().await;
-            prop_assert_eq!(after, before);
+            prop_assert_eq!(configuration_after, configuration_before);
             Ok(())
         })?;
     }

@@ -9,19 +9,19 @@ use tokio_stream::wrappers::ReceiverStream;
 use crate::support::{RunningController, TestDirectory, with_timeout};
 
 /// Returns a test directory without a fleet's file: the fleet is applied by the API.
-fn home() -> TestDirectory {
-    let home = TestDirectory { directory: tempfile::tempdir().unwrap() };
-    home.write_controllers_file("");
-    home
+fn directory_without_fleet_file() -> TestDirectory {
+    let test_directory = TestDirectory { directory: tempfile::tempdir().unwrap() };
+    test_directory.write_controllers_file("");
+    test_directory
 }
 
-fn document(servers: &[&str]) -> String {
-    let server = |name: &&str| format!("[[server]]\nname = \"{name}\"\naddress = \"10.2.0.{}\"\n", &name[1..]);
-    let servers: String = servers.iter().map(server).collect();
-    format!("{servers}[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\nhealth = {{ check = \"tcp\" }}\n")
+fn fleet_document(servers: &[&str]) -> String {
+    let server_section = |name: &&str| format!("[[server]]\nname = \"{name}\"\naddress = \"10.2.0.{}\"\n", &name[1..]);
+    let server_sections: String = servers.iter().map(server_section).collect();
+    format!("{server_sections}[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\nhealth = {{ check = \"tcp\" }}\n")
 }
 
-async fn apply(running: &RunningController, text: &str, generation: u64) {
+async fn apply_document(running: &RunningController, text: &str, generation: u64) {
     let fleet = NewFleet { name: "fleet.toml".into(), text: text.into(), generation, dry_run: false };
     running.client.put_fleet(&fleet).await.unwrap();
 }
@@ -37,7 +37,7 @@ async fn load_balancer(running: &RunningController) -> mpsc::Sender<v1::LoadBala
 }
 
 /// Waits, because the API limits the number of requests per second.
-async fn pause() {
+async fn wait_for_rate_limit() {
     tokio::time::sleep(std::time::Duration::from_millis(60)).await;
 }
 
@@ -47,32 +47,32 @@ async fn send(sender: &mpsc::Sender<v1::LoadBalancerMessage>, message: Message) 
 
 #[tokio::test]
 async fn audit_entry_survives_a_restart() {
-    let home = home();
-    let running = home.start().await;
-    apply(&running, &document(&["s1", "s2"]), 0).await;
-    running.client.drain("s1", &DrainServer::default()).await.unwrap();
-    running.client.drain("s1", &DrainServer::default()).await.unwrap();
-    apply(&running, &document(&["s1", "s2", "s3"]), 1).await;
-    running.kill().await;
+    let test_directory = directory_without_fleet_file();
+    let controller = test_directory.start().await;
+    apply_document(&controller, &fleet_document(&["s1", "s2"]), 0).await;
+    controller.client.drain("s1", &DrainServer::default()).await.unwrap();
+    controller.client.drain("s1", &DrainServer::default()).await.unwrap();
+    apply_document(&controller, &fleet_document(&["s1", "s2", "s3"]), 1).await;
+    controller.kill().await;
 
-    let running = home.start().await;
-    running.client.undrain("s1").await.unwrap();
-    let audit = running.client.audit(&AuditQuery::default()).await.unwrap();
-    let seen: Vec<(u64, &str, &str, &str, &str)> = audit
+    let controller = test_directory.start().await;
+    controller.client.undrain("s1").await.unwrap();
+    let audit = controller.client.audit(&AuditQuery::default()).await.unwrap();
+    let audit_entries: Vec<(u64, &str, &str, &str, &str)> = audit
         .entries
         .iter()
         .map(|entry| (entry.id, &*entry.action, &*entry.target, &*entry.before, &*entry.after))
         .collect();
-    let service = "+ service web: health = { check = \"tcp\" }, vip = \"10.200.0.1:80\"";
-    let added = |n: u8| format!("+ server s{n}: address = \"10.2.0.{n}\"");
-    let first = format!("generation 1: {}; {}; {service}", added(1), added(2));
-    let second = format!("generation 2: {}", added(3));
+    let service_change = "+ service web: health = { check = \"tcp\" }, vip = \"10.200.0.1:80\"";
+    let added_server = |n: u8| format!("+ server s{n}: address = \"10.2.0.{n}\"");
+    let first_change = format!("generation 1: {}; {}; {service_change}", added_server(1), added_server(2));
+    let second_change = format!("generation 2: {}", added_server(3));
     assert_eq!(
-        seen,
+        audit_entries,
         [
-            (1, "apply", "", "generation 0", first.as_str()),
+            (1, "apply", "", "generation 0", first_change.as_str()),
             (2, "drain", "s1", "not drained", "drained"),
-            (3, "apply", "", "generation 1", second.as_str()),
+            (3, "apply", "", "generation 1", second_change.as_str()),
             (4, "undrain", "s1", "drained", "not drained"),
         ]
     );
@@ -80,94 +80,99 @@ async fn audit_entry_survives_a_restart() {
         assert!(entry.actor.starts_with("operator token ") && entry.actor.len() == "operator token ".len() + 8);
         assert_eq!(entry.from_address, "127.0.0.1");
     }
-    let newest = running.client.audit(&AuditQuery { after: 0, limit: Some(1) }).await.unwrap();
-    assert_eq!(newest.entries, audit.entries[3..]);
+    let newest_entries = controller.client.audit(&AuditQuery { after: 0, limit: Some(1) }).await.unwrap();
+    assert_eq!(newest_entries.entries, audit.entries[3..]);
 }
 
 #[tokio::test]
 async fn update_rejected_by_a_load_balancer_is_reported() {
-    let home = home();
-    let running = home.start().await;
-    apply(&running, &document(&["s1"]), 0).await;
-    let balancer = load_balancer(&running).await;
-    let newest = with_timeout("the load balancer", async {
+    let test_directory = directory_without_fleet_file();
+    let controller = test_directory.start().await;
+    apply_document(&controller, &fleet_document(&["s1"]), 0).await;
+    let load_balancer_sender = load_balancer(&controller).await;
+    let acknowledgements = with_timeout("the load balancer", async {
         loop {
-            let seen = running.client.acknowledgements().await.unwrap();
-            if seen.waiting_count == 1 {
-                break seen;
+            let acknowledgements = controller.client.acknowledgements().await.unwrap();
+            if acknowledgements.waiting_count == 1 {
+                break acknowledgements;
             }
-            pause().await;
+            wait_for_rate_limit().await;
         }
     })
     .await;
-    assert_eq!((newest.waiting[0].part.as_str(), newest.waiting[0].name.as_str()), ("lb", "lb1"));
-    let reason = "services[0].mode.consistency: \"quantum\"".to_owned();
-    let refused = v1::RefusedUpdate { service: "web".into(), generation: 2, reason: reason.clone(), table: false };
+    assert_eq!((acknowledgements.waiting[0].part.as_str(), acknowledgements.waiting[0].name.as_str()), ("lb", "lb1"));
+    let rejection_reason = "services[0].mode.consistency: \"quantum\"".to_owned();
+    let refused_update =
+        v1::RefusedUpdate { service: "web".into(), generation: 2, reason: rejection_reason.clone(), table: false };
     // The controller may make another configuration meanwhile.
-    let seen = with_timeout("its answer", async {
+    let acknowledgements = with_timeout("its answer", async {
         loop {
-            let seen = running.client.acknowledgements().await.unwrap();
-            if seen.waiting_count == 0 {
-                break seen;
+            let acknowledgements = controller.client.acknowledgements().await.unwrap();
+            if acknowledgements.waiting_count == 0 {
+                break acknowledgements;
             }
             let state = v1::LoadBalancerState {
-                configuration_generation: seen.configuration_generation,
-                refused: vec![refused.clone()],
+                configuration_generation: acknowledgements.configuration_generation,
+                refused: vec![refused_update.clone()],
                 ..Default::default()
             };
-            send(&balancer, Message::State(state)).await;
-            pause().await;
+            send(&load_balancer_sender, Message::State(state)).await;
+            wait_for_rate_limit().await;
         }
     })
     .await;
-    assert_eq!((seen.acknowledged_count, seen.refused_count), (1, 1));
-    let [refused] = &seen.refused[..] else { panic!("{seen:?}") };
+    assert_eq!((acknowledgements.acknowledged_count, acknowledgements.refused_count), (1, 1));
+    let [refused] = &acknowledgements.refused[..] else { panic!("{acknowledgements:?}") };
     assert_eq!((refused.name.as_str(), refused.service.as_deref()), ("lb1", Some("web")));
-    assert_eq!((refused.kind.as_str(), refused.reason.as_str()), ("configuration", reason.as_str()));
+    assert_eq!((refused.kind.as_str(), refused.reason.as_str()), ("configuration", rejection_reason.as_str()));
 
-    let state = running.status().await.load_balancers.remove(0).state.unwrap();
-    assert_eq!(state.warnings, [format!("it refuses configuration 2 of service web: {reason}")]);
+    let load_balancer_state = controller.status().await.load_balancers.remove(0).state.unwrap();
+    assert_eq!(
+        load_balancer_state.warnings,
+        [format!("it refuses configuration 2 of service web: {rejection_reason}")]
+    );
 
-    let connected = running.client.forget_load_balancer("lb1").await.unwrap_err();
-    assert_eq!(connected.downcast_ref::<Problem>().unwrap().kind, ProblemKind::Conflict);
-    drop(balancer);
-    let forgotten = async {
-        while let Err(error) = running.client.forget_load_balancer("lb1").await {
-            let kind = error.downcast_ref::<Problem>().unwrap().kind;
-            assert!(matches!(kind, ProblemKind::Conflict | ProblemKind::TooManyRequests), "{error}");
-            pause().await;
+    let connected_error = controller.client.forget_load_balancer("lb1").await.unwrap_err();
+    assert_eq!(connected_error.downcast_ref::<Problem>().unwrap().kind, ProblemKind::Conflict);
+    drop(load_balancer_sender);
+    let forget_when_disconnected = async {
+        while let Err(error) = controller.client.forget_load_balancer("lb1").await {
+            let problem_kind = error.downcast_ref::<Problem>().unwrap().kind;
+            assert!(matches!(problem_kind, ProblemKind::Conflict | ProblemKind::TooManyRequests), "{error}");
+            wait_for_rate_limit().await;
         }
     };
-    with_timeout("the end of its stream", forgotten).await;
-    assert_eq!(running.status().await.load_balancers, []);
+    with_timeout("the end of its stream", forget_when_disconnected).await;
+    assert_eq!(controller.status().await.load_balancers, []);
 }
 
 /// Server s3 is down: of the two healthy servers, only one may be drained.
 #[tokio::test]
-async fn concurrent_drains_leave_the_last_healthy_server() {
-    let home = home();
-    let running = home.start().await;
-    apply(&running, &document(&["s1", "s2", "s3"]), 0).await;
-    let balancer = load_balancer(&running).await;
-    let status = running.status().await;
+async fn concurrent_drains_leave_one_healthy_server() {
+    let test_directory = directory_without_fleet_file();
+    let controller = test_directory.start().await;
+    apply_document(&controller, &fleet_document(&["s1", "s2", "s3"]), 0).await;
+    let load_balancer_sender = load_balancer(&controller).await;
+    let status = controller.status().await;
     let servers = status.servers.iter().map(|server| v1::ServerHealth {
         server_id: server.id,
         up: Some(server.name != "s3"),
         ..Default::default()
     });
     let services = vec![v1::ServiceHealth { service_index: 0, servers: servers.collect() }];
-    send(&balancer, Message::Health(v1::LoadBalancerHealth { services })).await;
+    send(&load_balancer_sender, Message::Health(v1::LoadBalancerHealth { services })).await;
     with_timeout("s3 down", async {
-        let is_down = |server: &coreward_api::types::Server| server.name == "s3" && server.state == ServerState::Down;
-        while !running.status().await.servers.iter().any(is_down) {
-            pause().await;
+        let is_s3_down =
+            |server: &coreward_api::types::Server| server.name == "s3" && server.state == ServerState::Down;
+        while !controller.status().await.servers.iter().any(is_s3_down) {
+            wait_for_rate_limit().await;
         }
     })
     .await;
     let request = DrainServer::default();
-    let drains = tokio::join!(running.client.drain("s1", &request), running.client.drain("s2", &request));
-    let outcomes = [drains.0, drains.1];
-    assert_eq!(outcomes.iter().filter(|outcome| outcome.is_ok()).count(), 1, "{outcomes:?}");
-    let refused = outcomes.into_iter().find_map(Result::err).unwrap();
-    assert_eq!(refused.downcast_ref::<Problem>().unwrap().kind, ProblemKind::Conflict, "{refused}");
+    let drain_results = tokio::join!(controller.client.drain("s1", &request), controller.client.drain("s2", &request));
+    let drain_results = [drain_results.0, drain_results.1];
+    assert_eq!(drain_results.iter().filter(|outcome| outcome.is_ok()).count(), 1, "{drain_results:?}");
+    let drain_error = drain_results.into_iter().find_map(Result::err).unwrap();
+    assert_eq!(drain_error.downcast_ref::<Problem>().unwrap().kind, ProblemKind::Conflict, "{drain_error}");
 }

@@ -9,9 +9,9 @@ use tonic::Streaming;
 
 use crate::support::{RunningController, TestDirectory, apply_update, with_timeout};
 
-const WEB: &str = "[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n\
+const SERVER_AND_SERVICE_TOML: &str = "[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n\
                    [[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\nhealth = { check = \"tcp\" }\n";
-const NO_SERVICES: &str = "report_interval = \"50ms\"\n";
+const NO_SERVICES_TOML: &str = "report_interval = \"50ms\"\n";
 
 /// Load balancer that is connected, and has had a configuration in force before.
 struct LoadBalancer {
@@ -47,65 +47,65 @@ impl LoadBalancer {
     }
 }
 
-async fn apply(running: &RunningController, text: &str, generation: u64) {
+async fn apply_document(running: &RunningController, text: &str, generation: u64) {
     let fleet = NewFleet { name: "fleet.toml".into(), text: text.into(), generation, dry_run: false };
     running.client.put_fleet(&fleet).await.unwrap();
 }
 
-fn metric(running: &RunningController, name: &str) -> String {
-    let text = (running.metrics)();
-    text.lines().find_map(|line| line.strip_prefix(&format!("{name} "))).unwrap_or_default().to_owned()
+fn metric_line(controller: &RunningController, name: &str) -> String {
+    let metrics_text = (controller.metrics)();
+    metrics_text.lines().find_map(|line| line.strip_prefix(&format!("{name} "))).unwrap_or_default().to_owned()
 }
 
 /// Returns a test directory without a fleet's file: the fleet is applied by the API.
-fn home() -> TestDirectory {
-    let home = TestDirectory { directory: tempfile::tempdir().unwrap() };
-    home.write_controllers_file("");
-    home
+fn directory_without_fleet_file() -> TestDirectory {
+    let test_directory = TestDirectory { directory: tempfile::tempdir().unwrap() };
+    test_directory.write_controllers_file("");
+    test_directory
 }
 
 #[tokio::test]
 async fn controller_without_a_document_sends_no_configuration() {
-    let home = home();
-    let running = home.start().await;
-    let mut balancer = LoadBalancer::connect(&running, 27).await;
-    let warnings = running.status().await.warnings;
+    let test_directory = directory_without_fleet_file();
+    let controller = test_directory.start().await;
+    let mut load_balancer = LoadBalancer::connect(&controller, 27).await;
+    let warnings = controller.status().await.warnings;
     assert!(warnings.iter().any(|warning| warning.starts_with("the store has no document")), "{warnings:?}");
-    let ahead = "load balancer lb1 had configuration 27 in force, and the store has ";
-    assert!(warnings.iter().any(|warning| warning.starts_with(ahead)), "{warnings:?}");
-    assert_eq!(metric(&running, "coreward_store_behind"), "1.0");
-    assert_eq!(metric(&running, "coreward_store_has_document"), "0.0");
+    let warning_start = "load balancer lb1 had configuration 27 in force, and the store has ";
+    assert!(warnings.iter().any(|warning| warning.starts_with(warning_start)), "{warnings:?}");
+    assert_eq!(metric_line(&controller, "coreward_store_behind"), "1.0");
+    assert_eq!(metric_line(&controller, "coreward_store_has_document"), "0.0");
 
-    apply(&running, WEB, 0).await;
-    assert_eq!(balancer.services().await, 1, "the first configuration that was sent");
-    assert_eq!(running.status().await.warnings, [""; 0]);
-    assert_eq!(metric(&running, "coreward_store_behind"), "0.0");
-    assert_eq!(metric(&running, "coreward_store_has_document"), "1.0");
+    apply_document(&controller, SERVER_AND_SERVICE_TOML, 0).await;
+    assert_eq!(load_balancer.services().await, 1, "the first configuration that was sent");
+    assert_eq!(controller.status().await.warnings, [""; 0]);
+    assert_eq!(metric_line(&controller, "coreward_store_behind"), "0.0");
+    assert_eq!(metric_line(&controller, "coreward_store_has_document"), "1.0");
 }
 
 #[tokio::test]
-async fn applied_document_without_services_removes_all() {
-    let home = home();
-    let running = home.start().await;
-    let mut balancer = LoadBalancer::connect(&running, 0).await;
-    apply(&running, WEB, 0).await;
-    assert_eq!(balancer.services().await, 1);
-    apply(&running, NO_SERVICES, 1).await;
-    while balancer.services().await > 0 {}
+async fn applied_document_without_services_removes_all_services() {
+    let test_directory = directory_without_fleet_file();
+    let controller = test_directory.start().await;
+    let mut load_balancer = LoadBalancer::connect(&controller, 0).await;
+    apply_document(&controller, SERVER_AND_SERVICE_TOML, 0).await;
+    assert_eq!(load_balancer.services().await, 1);
+    apply_document(&controller, NO_SERVICES_TOML, 1).await;
+    while load_balancer.services().await > 0 {}
 }
 
 #[tokio::test]
-async fn older_copy_of_the_store_is_reported() {
-    let home = home();
-    let running = home.start().await;
-    apply(&running, WEB, 0).await;
-    let generation = running.status().await.configuration_generation;
-    let _same = LoadBalancer::connect(&running, generation).await;
-    assert_eq!(running.status().await.warnings, [""; 0]);
-    running.kill().await;
-    let running = home.start().await;
-    let mut balancer = LoadBalancer::connect(&running, generation + 20).await;
-    assert_eq!(balancer.services().await, 1);
-    assert_eq!(running.status().await.warnings.len(), 1);
-    assert_eq!(metric(&running, "coreward_store_behind"), "1.0");
+async fn restored_older_store_is_reported() {
+    let test_directory = directory_without_fleet_file();
+    let controller = test_directory.start().await;
+    apply_document(&controller, SERVER_AND_SERVICE_TOML, 0).await;
+    let generation = controller.status().await.configuration_generation;
+    let _load_balancer = LoadBalancer::connect(&controller, generation).await;
+    assert_eq!(controller.status().await.warnings, [""; 0]);
+    controller.kill().await;
+    let controller = test_directory.start().await;
+    let mut load_balancer = LoadBalancer::connect(&controller, generation + 20).await;
+    assert_eq!(load_balancer.services().await, 1);
+    assert_eq!(controller.status().await.warnings.len(), 1);
+    assert_eq!(metric_line(&controller, "coreward_store_behind"), "1.0");
 }

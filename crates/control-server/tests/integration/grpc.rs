@@ -14,7 +14,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
 use tonic::{Code, Streaming};
 
-use crate::support::{RunningController, SIGHUP_REACHES_ALL, TestDirectory, apply_update, with_timeout};
+use crate::support::{RunningController, SIGHUP_LOCK, TestDirectory, apply_update, with_timeout};
 
 impl RunningController {
     async fn agent(&self, server: &str) -> Agent {
@@ -126,7 +126,7 @@ impl LoadBalancer {
         }
     }
 
-    async fn table_where(&mut self, what: &str, holds: impl Fn(&PlacementTable) -> bool) -> PlacementTable {
+    async fn next_table_where(&mut self, what: &str, holds: impl Fn(&PlacementTable) -> bool) -> PlacementTable {
         with_timeout(what, async {
             loop {
                 let table = self.table().await;
@@ -139,7 +139,7 @@ impl LoadBalancer {
     }
 }
 
-const WEB: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"crossrss\"\n";
+const WEB_SERVICE_TOML: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"crossrss\"\n";
 
 /// Returns the server of each core's buckets: even buckets belong to core 0, odd ones to core 1.
 fn servers_of_cores(table: &PlacementTable) -> Option<[u16; 2]> {
@@ -148,40 +148,44 @@ fn servers_of_cores(table: &PlacementTable) -> Option<[u16; 2]> {
 }
 
 #[tokio::test]
-async fn tables_follow_loads() {
-    let home = TestDirectory::new(&["s1", "s2"], WEB);
-    let running = home.start().await;
-    let mut balancer = running.load_balancer(running.client().await).await;
-    let configuration = balancer.configuration().await;
+async fn tables_follow_reported_loads() {
+    let test_directory = TestDirectory::new(&["s1", "s2"], WEB_SERVICE_TOML);
+    let controller = test_directory.start().await;
+    let mut load_balancer = controller.load_balancer(controller.client().await).await;
+    let configuration = load_balancer.configuration().await;
     let id = |name: &str| {
         let servers = &configuration.services[0].servers;
         servers.iter().find(|server| server.name == name).unwrap().id.get()
     };
-    let mut agents = [running.agent("s1").await, running.agent("s2").await];
-    let stamped = agents[0].configuration().await.unwrap();
-    assert_eq!((stamped.server_id, stamped.report_interval_ms), (u32::from(id("s1")), 10));
-    assert_eq!(stamped.services[0].server_id, u32::from(id("s1")));
+    let mut agents = [controller.agent("s1").await, controller.agent("s2").await];
+    let agent_configuration = agents[0].configuration().await.unwrap();
+    assert_eq!((agent_configuration.server_id, agent_configuration.report_interval_ms), (u32::from(id("s1")), 10));
+    assert_eq!(agent_configuration.services[0].server_id, u32::from(id("s1")));
 
     for _ in 0..3 {
         agents[0].report([0.9, 0.1]).await;
         agents[1].report([0.5, 0.5]).await;
     }
-    let expected = Some([id("s2"), id("s1")]);
-    let table = balancer.table_where("the loads in the table", |table| servers_of_cores(table) == expected).await;
+    let expected_servers = Some([id("s2"), id("s1")]);
+    let table = load_balancer
+        .next_table_where("the loads in the table", |table| servers_of_cores(table) == expected_servers)
+        .await;
     assert_eq!(table.members.len(), 2);
     // The cores change places.
     for _ in 0..10 {
         agents[0].report([0.1, 0.9]).await;
     }
-    let expected = Some([id("s1"), id("s2")]);
-    balancer.table_where("the new loads in the table", |table| servers_of_cores(table) == expected).await;
+    let expected_servers = Some([id("s1"), id("s2")]);
+    load_balancer
+        .next_table_where("the new loads in the table", |table| servers_of_cores(table) == expected_servers)
+        .await;
 
     let message = v1::LoadBalancerState { xdp_mode: "native".into(), ..Default::default() };
     let message = Some(load_balancer_message::Message::State(message));
-    balancer.sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
+    load_balancer.sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
     let status = with_timeout("the load balancer's state", async {
         loop {
-            let status = running.status().await;
+            let status = controller.status().await;
             // Each stream is read on its own.
             if status.load_balancers[0].state.is_some() && status.accepted_reports >= 16 {
                 return status;
@@ -193,13 +197,13 @@ async fn tables_follow_loads() {
     assert!(status.servers.iter().all(|server| server.reports == ReportState::Fresh && server.core_load.len() == 2));
     assert_eq!(status.services[0].rss_groups[0].servers.len(), 2);
 
-    let question = r#"{"vip": "10.200.0.1:80", "client": "10.1.0.7:40312"}"#;
-    let explained = running.client.explain(&serde_json::from_str(question).unwrap()).await.unwrap();
-    assert!(explained.reason.contains(" is the least loaded"), "{}", explained.reason);
-    assert_eq!(explained.servers.len(), 2);
+    let explain_query = r#"{"vip": "10.200.0.1:80", "client": "10.1.0.7:40312"}"#;
+    let explanation = controller.client.explain(&serde_json::from_str(explain_query).unwrap()).await.unwrap();
+    assert!(explanation.reason.contains(" is the least loaded"), "{}", explanation.reason);
+    assert_eq!(explanation.servers.len(), 2);
 
     // Answer to `coreward doctor` on the fleet's machines.
-    let fleet = running.client().await.fleet(v1::FleetRequest {}).await.unwrap().into_inner();
+    let fleet = controller.client().await.fleet(v1::FleetRequest {}).await.unwrap().into_inner();
     assert_eq!((fleet.services[0].name.as_str(), fleet.services[0].timestamps.as_str()), ("web", "server"));
     assert_eq!(BTreeSet::from_iter(&fleet.services[0].servers), BTreeSet::from([&"s1".to_owned(), &"s2".to_owned()]));
     let addresses: BTreeSet<&[u8]> = fleet.servers.iter().map(|server| server.address.as_slice()).collect();
@@ -208,61 +212,62 @@ async fn tables_follow_loads() {
 
 #[tokio::test]
 async fn killed_controller_restarts_with_the_same_ids_and_keys() {
-    let _alone = SIGHUP_REACHES_ALL.lock().await;
-    let services = format!("{WEB}[[service]]\nname = \"api\"\nvip = \"10.200.0.1:81\"\npolicy = \"hash\"\n");
-    let home = TestDirectory::new(&["s1", "s2", "s3"], &services);
-    let mut seen = Vec::new();
+    let _sighup_guard = SIGHUP_LOCK.lock().await;
+    let services =
+        format!("{WEB_SERVICE_TOML}[[service]]\nname = \"api\"\nvip = \"10.200.0.1:81\"\npolicy = \"hash\"\n");
+    let test_directory = TestDirectory::new(&["s1", "s2", "s3"], &services);
+    let mut stored_identities = Vec::new();
     for _ in 0..2 {
-        let running = home.start().await;
-        let mut balancer = running.load_balancer(running.client().await).await;
-        let configuration = balancer.configuration().await;
-        let mut agent = running.agent("s1").await;
+        let controller = test_directory.start().await;
+        let mut load_balancer = controller.load_balancer(controller.client().await).await;
+        let configuration = load_balancer.configuration().await;
+        let mut agent = controller.agent("s1").await;
         let rss_key = agent.configuration().await.unwrap().fleet_rss_key;
-        balancer.table().await;
-        let hash_key = balancer.table().await.groups.remove(0);
-        seen.push((configuration.generation, configuration, rss_key, hash_key));
-        running.kill().await;
+        load_balancer.table().await;
+        let group_key = load_balancer.table().await.groups.remove(0);
+        stored_identities.push((configuration.generation, configuration, rss_key, group_key));
+        controller.kill().await;
     }
-    let (second, first) = (seen.pop().unwrap(), seen.pop().unwrap());
+    let (second, first) = (stored_identities.pop().unwrap(), stored_identities.pop().unwrap());
     // One for the file, one for the load balancer that was new then; one for the restart.
     assert_eq!((first.0, second.0), (2, 3));
     assert_eq!(first.1.keys, second.1.keys);
     assert_eq!(first.1.services, second.1.services);
     assert_eq!((first.2, first.3), (second.2, second.3));
     // Another fleet has other secrets.
-    let other = TestDirectory::new(&["s1", "s2", "s3"], &services).start().await;
-    let mut balancer = other.load_balancer(other.client().await).await;
-    assert_ne!(balancer.configuration().await.keys, first.1.keys);
+    let other_controller = TestDirectory::new(&["s1", "s2", "s3"], &services).start().await;
+    let mut load_balancer = other_controller.load_balancer(other_controller.client().await).await;
+    assert_ne!(load_balancer.configuration().await.keys, first.1.keys);
 }
 
 #[tokio::test]
 async fn first_table_after_a_restart_waits_for_the_agents() {
-    let _alone = SIGHUP_REACHES_ALL.lock().await;
+    let _sighup_guard = SIGHUP_LOCK.lock().await;
     // Waits have a limit. Another attempt follows if the machine paused longer than this.
     const TIMEOUT: Duration = Duration::from_secs(4);
     for _ in 0..5 {
-        let home = TestDirectory::new(&["s1", "s2"], WEB);
-        home.start().await.kill().await;
-        let began = Instant::now();
-        let running = home.start().await;
-        let mut balancer = running.load_balancer(running.client().await).await;
-        let configuration = balancer.configuration().await;
-        let early = tokio::time::timeout(Duration::from_millis(300), balancer.table()).await;
-        let mut agents = [running.agent("s1").await, running.agent("s2").await];
+        let test_directory = TestDirectory::new(&["s1", "s2"], WEB_SERVICE_TOML);
+        test_directory.start().await.kill().await;
+        let start_time = Instant::now();
+        let controller = test_directory.start().await;
+        let mut load_balancer = controller.load_balancer(controller.client().await).await;
+        let configuration = load_balancer.configuration().await;
+        let early_table = tokio::time::timeout(Duration::from_millis(300), load_balancer.table()).await;
+        let mut agents = [controller.agent("s1").await, controller.agent("s2").await];
         for _ in 0..2 {
             for agent in &mut agents {
                 agent.report([0.25, 0.75]).await;
             }
         }
-        let table = balancer.table().await;
-        if began.elapsed() >= TIMEOUT {
+        let table = load_balancer.table().await;
+        if start_time.elapsed() >= TIMEOUT {
             continue;
         }
-        assert!(early.is_err(), "a table before anybody reported");
+        assert!(early_table.is_err(), "a table before anybody reported");
         assert_eq!(table.generation, 1);
         assert_eq!(table.members.len(), configuration.services[0].servers.len());
-        let load = coreward_model::load::to_fixed_point(0.5);
-        assert!(table.members.iter().all(|member| member.load == load), "{table:?}");
+        let half_load = coreward_model::load::load_to_fixed_point(0.5);
+        assert!(table.members.iter().all(|member| member.load == half_load), "{table:?}");
         return;
     }
     panic!("five times the first table came {TIMEOUT:?} after the start");
@@ -270,185 +275,197 @@ async fn first_table_after_a_restart_waits_for_the_agents() {
 
 #[tokio::test]
 async fn unknown_and_duplicate_agents_are_rejected() {
-    let home = TestDirectory::new(&["s1"], WEB);
-    let running = home.start().await;
-    let mut first = running.agent("s1").await;
-    first.configuration().await.unwrap();
-    first.report([0.0, 0.0]).await;
+    let test_directory = TestDirectory::new(&["s1"], WEB_SERVICE_TOML);
+    let controller = test_directory.start().await;
+    let mut first_agent = controller.agent("s1").await;
+    first_agent.configuration().await.unwrap();
+    first_agent.report([0.0, 0.0]).await;
 
-    let refused = running.agent("s1").await.configuration().await.unwrap_err();
-    assert_eq!(refused.code(), Code::AlreadyExists);
-    let refused = running.agent("s9").await.configuration().await.unwrap_err();
-    assert_eq!(refused.code(), Code::NotFound);
-    assert_eq!(refused.message(), "server \"s9\" is not known: expected the name of a [[server]] in the fleet's file");
-    let status = running.status().await;
+    let rejection = controller.agent("s1").await.configuration().await.unwrap_err();
+    assert_eq!(rejection.code(), Code::AlreadyExists);
+    let rejection = controller.agent("s9").await.configuration().await.unwrap_err();
+    assert_eq!(rejection.code(), Code::NotFound);
+    assert_eq!(
+        rejection.message(),
+        "server \"s9\" is not known: expected the name of a [[server]] in the fleet's file"
+    );
+    let status = controller.status().await;
     assert_eq!((status.refused_reports["unknown_server"], status.refused_reports["duplicate_session"]), (1, 1));
     // The first one still reports; when it hangs up, there is room for another at once.
-    first.report([0.0, 0.0]).await;
-    drop(first);
-    with_timeout("room for another agent", async { while running.agent("s1").await.configuration().await.is_err() {} })
-        .await;
+    first_agent.report([0.0, 0.0]).await;
+    drop(first_agent);
+    with_timeout("room for another agent", async {
+        while controller.agent("s1").await.configuration().await.is_err() {}
+    })
+    .await;
 }
 
 #[tokio::test]
 async fn reloaded_file_is_applied_whole_or_not_at_all() {
-    let _alone = SIGHUP_REACHES_ALL.lock().await;
-    let home = TestDirectory::new(&["s1", "s2"], WEB);
-    let running = home.start().await;
-    let mut balancer = running.load_balancer(running.client().await).await;
-    let before = balancer.configuration().await;
-    balancer.table_where("both servers", |table| table.members.len() == 2).await;
-    let hang_up = || nix::sys::signal::kill(nix::unistd::getpid(), nix::sys::signal::Signal::SIGHUP).unwrap();
+    let _sighup_guard = SIGHUP_LOCK.lock().await;
+    let test_directory = TestDirectory::new(&["s1", "s2"], WEB_SERVICE_TOML);
+    let controller = test_directory.start().await;
+    let mut load_balancer = controller.load_balancer(controller.client().await).await;
+    let old_configuration = load_balancer.configuration().await;
+    load_balancer.next_table_where("both servers", |table| table.members.len() == 2).await;
+    let send_sighup = || nix::sys::signal::kill(nix::unistd::getpid(), nix::sys::signal::Signal::SIGHUP).unwrap();
 
-    home.write(&["s2", "s3"], &WEB.replace("crossrss", "no-such-policy"));
-    hang_up();
+    test_directory.write(&["s2", "s3"], &WEB_SERVICE_TOML.replace("crossrss", "no-such-policy"));
+    send_sighup();
     with_timeout("the refusal of the file", async {
-        while !(running.metrics)().contains("coreward_reloads_total{result=\"refused\"} 1.0\n") {
+        while !(controller.metrics)().contains("coreward_reloads_total{result=\"refused\"} 1.0\n") {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     })
     .await;
-    assert_eq!(running.status().await.configuration_generation, before.generation);
-    assert_eq!(balancer.table().await.members.len(), 2);
+    assert_eq!(controller.status().await.configuration_generation, old_configuration.generation);
+    assert_eq!(load_balancer.table().await.members.len(), 2);
 
-    home.write(&["s2", "s3"], WEB);
-    hang_up();
-    let after = balancer.configuration().await;
-    assert_eq!(after.generation, before.generation + 1);
-    let seen: Vec<(&str, bool)> =
-        after.services[0].servers.iter().map(|server| (server.name.as_str(), server.is_eligible)).collect();
-    assert!([("s1", false), ("s2", true), ("s3", true)].iter().all(|server| seen.contains(server)), "{seen:?}");
-    let id = |name: &str| after.services[0].servers.iter().find(|server| server.name == name).unwrap().id;
-    let expected = [id("s2"), id("s3")];
-    let has_new_pool = |table: &PlacementTable| expected.iter().all(|id| table.members.iter().any(|m| m.server == *id));
-    assert_eq!(balancer.table_where("the new pool", has_new_pool).await.members.len(), 2);
+    test_directory.write(&["s2", "s3"], WEB_SERVICE_TOML);
+    send_sighup();
+    let new_configuration = load_balancer.configuration().await;
+    assert_eq!(new_configuration.generation, old_configuration.generation + 1);
+    let server_eligibilities: Vec<(&str, bool)> =
+        new_configuration.services[0].servers.iter().map(|server| (server.name.as_str(), server.is_eligible)).collect();
+    assert!(
+        [("s1", false), ("s2", true), ("s3", true)].iter().all(|server| server_eligibilities.contains(server)),
+        "{server_eligibilities:?}"
+    );
+    let id = |name: &str| new_configuration.services[0].servers.iter().find(|server| server.name == name).unwrap().id;
+    let expected_servers = [id("s2"), id("s3")];
+    let has_new_pool =
+        |table: &PlacementTable| expected_servers.iter().all(|id| table.members.iter().any(|m| m.server == *id));
+    assert_eq!(load_balancer.next_table_where("the new pool", has_new_pool).await.members.len(), 2);
 }
 
 #[tokio::test]
 async fn slow_load_balancer_gets_the_newest_table() {
-    let home = TestDirectory::new(&["s1", "s2"], &format!("{WEB}buckets = 2048\n"));
-    let running = home.start().await;
-    let channel = running.endpoint().initial_stream_window_size(65_535).connect().await.unwrap();
-    let mut balancer = running.load_balancer(ControlClient::new(channel)).await;
-    balancer.configuration().await;
-    let first = balancer.table().await.generation;
-    let mut received = 1;
-    let newest = with_timeout("a hundred tables", async {
+    let test_directory = TestDirectory::new(&["s1", "s2"], &format!("{WEB_SERVICE_TOML}buckets = 2048\n"));
+    let controller = test_directory.start().await;
+    let channel = controller.endpoint().initial_stream_window_size(65_535).connect().await.unwrap();
+    let mut load_balancer = controller.load_balancer(ControlClient::new(channel)).await;
+    load_balancer.configuration().await;
+    let first_generation = load_balancer.table().await.generation;
+    let mut received_table_count = 1;
+    let newest_generation = with_timeout("a hundred tables", async {
         loop {
-            let newest = running.status().await.services[0].table_generation;
-            if newest >= first + 100 {
-                return newest;
+            let newest_generation = controller.status().await.services[0].table_generation;
+            if newest_generation >= first_generation + 100 {
+                return newest_generation;
             }
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     })
     .await;
-    while balancer.table().await.generation < newest {
-        received += 1;
+    while load_balancer.table().await.generation < newest_generation {
+        received_table_count += 1;
     }
-    assert!(received < (newest - first) / 2, "{received} tables of generations {first} to {newest}");
+    assert!(
+        received_table_count < (newest_generation - first_generation) / 2,
+        "{received_table_count} tables of generations {first_generation} to {newest_generation}"
+    );
 }
 
 #[tokio::test]
 async fn socket_queries_are_relayed_to_the_agent_and_back() {
-    let home = TestDirectory::new(&["s1", "s2"], WEB);
-    let running = home.start().await;
-    let mut balancer = running.load_balancer(running.client().await).await;
-    let configuration = balancer.configuration().await;
-    let server = configuration.services[0].servers.iter().find(|server| server.name == "s1").unwrap().id;
-    let mut agent = running.agent("s1").await;
+    let test_directory = TestDirectory::new(&["s1", "s2"], WEB_SERVICE_TOML);
+    let controller = test_directory.start().await;
+    let mut load_balancer = controller.load_balancer(controller.client().await).await;
+    let configuration = load_balancer.configuration().await;
+    let server_id = configuration.services[0].servers.iter().find(|server| server.name == "s1").unwrap().id;
+    let mut agent = controller.agent("s1").await;
     agent.configuration().await.unwrap();
     let query = SocketQuery {
         number: 17,
         load_balancer_session: 99,
-        server,
+        server: server_id,
         service: configuration.services[0].address,
         clients: vec!["10.1.0.7:40000".parse().unwrap(), "10.1.0.7:40001".parse().unwrap()],
     };
     let message = Some(load_balancer_message::Message::SocketQuery((&query).into()));
-    balancer.sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
-    let asked = loop {
+    load_balancer.sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
+    let relayed_query = loop {
         if let agent_update::Update::SocketQuery(asked) = agent.update().await.unwrap() {
             break SocketQuery::try_from(&asked).unwrap();
         }
     };
-    assert_eq!((asked.number, &asked.clients), (query.number, &query.clients));
-    agent.send(agent_message::Message::SocketAnswer(asked.answer(vec![true, false]).into())).await;
-    let answer = loop {
-        if let dataplane_update::Update::SocketAnswer(answer) = balancer.update().await {
+    assert_eq!((relayed_query.number, &relayed_query.clients), (query.number, &query.clients));
+    agent.send(agent_message::Message::SocketAnswer(relayed_query.answer(vec![true, false]).into())).await;
+    let relayed_answer = loop {
+        if let dataplane_update::Update::SocketAnswer(answer) = load_balancer.update().await {
             break answer;
         }
     };
-    assert_eq!((answer.number, answer.open), (17, vec![true, false]));
+    assert_eq!((relayed_answer.number, relayed_answer.open), (17, vec![true, false]));
 }
 
 #[tokio::test]
-async fn lost_owners_are_announced_to_load_balancers() {
-    let home = TestDirectory::new(&["s1"], WEB);
-    let running = home.start().await;
-    let mut first = running.load_balancer_named("lb1", running.client().await).await;
-    let second = running.load_balancer_named("lb2", running.client().await).await;
+async fn owners_of_lost_load_balancers_are_announced() {
+    let test_directory = TestDirectory::new(&["s1"], WEB_SERVICE_TOML);
+    let controller = test_directory.start().await;
+    let mut first_balancer = controller.load_balancer_named("lb1", controller.client().await).await;
+    let second_balancer = controller.load_balancer_named("lb2", controller.client().await).await;
     // A silent one would count as lost, too.
-    let sender = first.sender.clone();
-    let says_something = tokio::spawn(async move {
+    let first_sender = first_balancer.sender.clone();
+    let keep_alive_task = tokio::spawn(async move {
         loop {
             let message = Some(load_balancer_message::Message::State(v1::LoadBalancerState::default()));
-            sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
+            first_sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
             tokio::time::sleep(STATE_INTERVAL).await;
         }
     });
-    let peers = async |balancer: &mut LoadBalancer, expected: &[(&str, u8, bool)]| loop {
+    let wait_for_peers = async |balancer: &mut LoadBalancer, expected: &[(&str, u8, bool)]| loop {
         let peers = balancer.configuration().await.load_balancers;
-        let seen: Vec<_> = peers
+        let peer_states: Vec<_> = peers
             .iter()
             .map(|peer| (peer.name.as_str(), peer.owner.map_or(255, |owner| owner.get()), peer.is_alive))
             .collect();
-        if seen == expected {
+        if peer_states == expected {
             break;
         }
     };
-    peers(&mut first, &[("lb1", 0, true), ("lb2", 1, true)]).await;
-    let mut twice = running.load_balancer_named("lb1", running.client().await).await;
-    let refused = with_timeout("a refusal", twice.updates.message()).await.unwrap_err();
-    assert_eq!(refused.code(), Code::AlreadyExists);
-    drop(second);
-    peers(&mut first, &[("lb1", 0, true), ("lb2", 1, false)]).await;
-    says_something.abort();
+    wait_for_peers(&mut first_balancer, &[("lb1", 0, true), ("lb2", 1, true)]).await;
+    let mut duplicate_balancer = controller.load_balancer_named("lb1", controller.client().await).await;
+    let rejection = with_timeout("a refusal", duplicate_balancer.updates.message()).await.unwrap_err();
+    assert_eq!(rejection.code(), Code::AlreadyExists);
+    drop(second_balancer);
+    wait_for_peers(&mut first_balancer, &[("lb1", 0, true), ("lb2", 1, false)]).await;
+    keep_alive_task.abort();
 }
 
 #[tokio::test]
-async fn rotation_waits_for_all_daemons_and_survives_the_controller() {
-    let _alone = SIGHUP_REACHES_ALL.lock().await;
-    let home = TestDirectory::new(&["s1"], WEB);
-    let rotate =
-        async |running: &RunningController, force: bool| running.client.rotate_keys(&RotateKeys { force }).await;
-    let running = home.start().await;
-    let refused = rotate(&running, false).await.unwrap_err();
-    assert_eq!(refused.downcast_ref::<Problem>().unwrap().kind, ProblemKind::Conflict);
-    assert!(refused.to_string().starts_with("the key in force is"), "{refused}");
-    let mut balancer = running.load_balancer(running.client().await).await;
-    let born = balancer.configuration().await.keys;
-    let announced = rotate(&running, true).await.unwrap();
-    assert_eq!((announced.phase, announced.current), (KeyPhase::Announced, 0));
-    assert!(announced.waiting_for.contains(&"load balancer lb1".to_owned()), "{:?}", announced.waiting_for);
-    running.kill().await;
+async fn key_rotation_waits_for_all_daemons_and_survives_a_restart() {
+    let _sighup_guard = SIGHUP_LOCK.lock().await;
+    let test_directory = TestDirectory::new(&["s1"], WEB_SERVICE_TOML);
+    let request_rotation =
+        async |controller: &RunningController, force: bool| controller.client.rotate_keys(&RotateKeys { force }).await;
+    let controller = test_directory.start().await;
+    let rejection = request_rotation(&controller, false).await.unwrap_err();
+    assert_eq!(rejection.downcast_ref::<Problem>().unwrap().kind, ProblemKind::Conflict);
+    assert!(rejection.to_string().starts_with("the key in force is"), "{rejection}");
+    let mut load_balancer = controller.load_balancer(controller.client().await).await;
+    let original_keys = load_balancer.configuration().await.keys;
+    let announced_keys = request_rotation(&controller, true).await.unwrap();
+    assert_eq!((announced_keys.phase, announced_keys.current), (KeyPhase::Announced, 0));
+    assert!(announced_keys.waiting_for.contains(&"load balancer lb1".to_owned()), "{:?}", announced_keys.waiting_for);
+    controller.kill().await;
 
-    let running = home.start().await;
-    assert_eq!(running.status().await.keys.phase, KeyPhase::Announced);
-    let mut balancer = running.load_balancer(running.client().await).await;
-    let configuration = balancer.configuration().await;
-    assert_eq!(configuration.keys.keys[0], born.keys[0]);
-    assert_ne!(configuration.keys.keys[1], born.keys[1]);
-    assert_eq!(configuration.keys.current, born.current);
+    let controller = test_directory.start().await;
+    assert_eq!(controller.status().await.keys.phase, KeyPhase::Announced);
+    let mut load_balancer = controller.load_balancer(controller.client().await).await;
+    let configuration = load_balancer.configuration().await;
+    assert_eq!(configuration.keys.keys[0], original_keys.keys[0]);
+    assert_ne!(configuration.keys.keys[1], original_keys.keys[1]);
+    assert_eq!(configuration.keys.current, original_keys.current);
     let state = v1::LoadBalancerState { configuration_generation: configuration.generation, ..Default::default() };
     let message = Some(load_balancer_message::Message::State(state));
-    balancer.sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
-    let switched = loop {
-        let next = balancer.configuration().await;
-        if next.keys != configuration.keys {
-            break next.keys;
+    load_balancer.sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
+    let switched_keys = loop {
+        let next_configuration = load_balancer.configuration().await;
+        if next_configuration.keys != configuration.keys {
+            break next_configuration.keys;
         }
     };
-    assert_eq!((switched.keys, switched.current), (configuration.keys.keys, born.current.other()));
-    assert_eq!(running.status().await.keys.phase, KeyPhase::Steady);
+    assert_eq!((switched_keys.keys, switched_keys.current), (configuration.keys.keys, original_keys.current.other()));
+    assert_eq!(controller.status().await.keys.phase, KeyPhase::Steady);
 }

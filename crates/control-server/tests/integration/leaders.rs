@@ -5,7 +5,7 @@ use std::process::Child;
 
 use coreward_api::Role;
 use coreward_api::types::{Health, HealthState, NewFleet};
-use coreward_etcd::local::Member;
+use coreward_etcd::local::LocalMember;
 use coreward_http::tokens::token_file;
 use coreward_http::{Problem, ProblemKind};
 use coreward_wire::{TERM_HEADER, v1};
@@ -17,14 +17,14 @@ use crate::support::{RunningController, TestDirectory, with_timeout};
 
 /// Process of one etcd member, which ends when the value is dropped.
 struct Etcd {
-    member: Member,
+    member: LocalMember,
     process: Child,
     _directory: tempfile::TempDir,
 }
 
 impl Etcd {
     fn start() -> Self {
-        let (member, directory) = (Member::single().unwrap(), tempfile::tempdir().unwrap());
+        let (member, directory) = (LocalMember::single_member().unwrap(), tempfile::tempdir().unwrap());
         let process = member.command(std::slice::from_ref(&member), directory.path()).spawn();
         let process = process.expect("etcd cannot be started: `scripts/install run` installs it");
         Self { member, process, _directory: directory }
@@ -118,7 +118,7 @@ impl Controller {
     }
 
     /// Requests a rotation of the cookie keys at a follower. Returns the problem with which it is rejected.
-    async fn rotate(&self) -> Problem {
+    async fn rejected_rotation(&self) -> Problem {
         let url = format!("http://{}/v1/keys/rotate", self.running.api);
         let body = serde_json::json!({ "force": true });
         let request = reqwest::Client::new().post(url).bearer_auth(self.token()).json(&body);
@@ -148,71 +148,73 @@ impl Controller {
 #[tokio::test]
 async fn followers_name_the_leader_and_terms_increase() {
     let etcd = Etcd::start();
-    let first = Controller::start(&etcd, "c1").await;
-    let term = first.wait_until_leading().await;
-    let second = Controller::start(&etcd, "c2").await;
-    let follows = async {
+    let first_controller = Controller::start(&etcd, "c1").await;
+    let term = first_controller.wait_until_leading().await;
+    let second_controller = Controller::start(&etcd, "c2").await;
+    let wait_for_leader_name = async {
         loop {
-            let (status, health) = second.get::<Health>("health").await;
+            let (status, health) = second_controller.get::<Health>("health").await;
             assert_eq!((status, health.state), (200, HealthState::Following));
             if health.leader.is_some() {
                 break health;
             }
         }
     };
-    let health = with_timeout("the name of the leader", follows).await;
+    let health = with_timeout("the name of the leader", wait_for_leader_name).await;
     assert_eq!(health.leader_api.as_deref(), Some("https://c1.example:7401"));
-    let (status, problem) = second.get::<Problem>("status").await;
+    let (status, problem) = second_controller.get::<Problem>("status").await;
     assert_eq!((status, problem.kind, problem.retry_after_s), (503, ProblemKind::NotLeading, Some(1)));
     assert_eq!(problem.leader.as_deref(), health.leader.as_deref());
     assert_eq!(problem.leader_api.as_deref(), health.leader_api.as_deref());
     assert!(problem.detail.contains("(API: https://c1.example:7401) does"), "{}", problem.detail);
-    let (_, health) = first.get::<Health>("health").await;
+    let (_, health) = first_controller.get::<Health>("health").await;
     assert_eq!((health.leader, health.leader_api), (None, None));
 
-    first.running.kill().await;
-    assert!(second.wait_until_leading().await > term);
+    first_controller.running.kill().await;
+    assert!(second_controller.wait_until_leading().await > term);
 
     // A watch of a former leader ends.
-    let url = format!("http://{}/v1/watch", second.running.api);
-    let mut watch = reqwest::Client::new().get(url).bearer_auth(second.token()).send().await.unwrap();
-    assert_eq!(watch.status(), 200);
+    let url = format!("http://{}/v1/watch", second_controller.running.api);
+    let mut watch_response =
+        reqwest::Client::new().get(url).bearer_auth(second_controller.token()).send().await.unwrap();
+    assert_eq!(watch_response.status(), 200);
     etcd.delete("/coreward/leader");
     // Its next write finds that.
-    let problem = second.rotate().await;
-    assert_eq!(problem.kind, ProblemKind::NotLeading, "{}", problem.detail);
-    with_timeout("the stream's end", async { while watch.chunk().await.unwrap().is_some() {} }).await;
+    let rotation_problem = second_controller.rejected_rotation().await;
+    assert_eq!(rotation_problem.kind, ProblemKind::NotLeading, "{}", rotation_problem.detail);
+    with_timeout("the stream's end", async { while watch_response.chunk().await.unwrap().is_some() {} }).await;
 }
 
 #[tokio::test]
-async fn leader_without_etcd_ends_before_the_next_is_elected() {
+async fn leader_without_etcd_stops_before_the_next_is_elected() {
     let etcd = Etcd::start();
-    let mut way = TcpProxy::start(etcd.member.client_address).await;
-    let first = Controller::start_by(&format!("http://{}", way.address), "c1").await;
-    let term = first.wait_until_leading().await;
-    let text = "report_interval = \"50ms\"\n".to_owned();
-    let fleet = NewFleet { name: "fleet.toml".to_owned(), text, generation: 0, dry_run: false };
-    first.running.client.put_fleet(&fleet).await.unwrap();
+    let mut etcd_proxy = TcpProxy::start(etcd.member.client_address).await;
+    let first_controller = Controller::start_by(&format!("http://{}", etcd_proxy.address), "c1").await;
+    let term = first_controller.wait_until_leading().await;
+    let fleet_text = "report_interval = \"50ms\"\n".to_owned();
+    let fleet = NewFleet { name: "fleet.toml".to_owned(), text: fleet_text, generation: 0, dry_run: false };
+    first_controller.running.client.put_fleet(&fleet).await.unwrap();
     let (sender, receiver) = tokio::sync::mpsc::channel(1);
     let registration = v1::LoadBalancerRegistration { name: "lb1".to_owned(), ..Default::default() };
     let registration = v1::load_balancer_message::Message::Registration(registration);
     sender.send(v1::LoadBalancerMessage { message: Some(registration) }).await.unwrap();
-    let mut client = first.running.client().await;
+    let mut client = first_controller.running.client().await;
     let mut stream = client.load_balancer(ReceiverStream::new(receiver)).await.unwrap().into_inner();
     with_timeout("a configuration", stream.message()).await.unwrap().unwrap();
-    let second = Controller::start(&etcd, "c2").await;
+    let second_controller = Controller::start(&etcd, "c2").await;
 
-    way.close();
-    assert!(second.wait_until_leading().await > term);
-    let (status, problem) = first.get::<Problem>("status").await;
+    etcd_proxy.close();
+    assert!(second_controller.wait_until_leading().await > term);
+    let (status, problem) = first_controller.get::<Problem>("status").await;
     assert_eq!((status, problem.kind), (503, ProblemKind::NotLeading), "two leaders at once");
     with_timeout("the stream's end", async { while let Ok(Some(_)) = stream.message().await {} }).await;
 
-    way.open().await;
-    let follows = async {
-        while first.get::<Health>("health").await.1.leader_api.as_deref() != Some("https://c2.example:7401") {
+    etcd_proxy.open().await;
+    let wait_for_leader_name = async {
+        while first_controller.get::<Health>("health").await.1.leader_api.as_deref() != Some("https://c2.example:7401")
+        {
             tokio::time::sleep(std::time::Duration::from_millis(50)).await;
         }
     };
-    with_timeout("the first one to follow the second", follows).await;
+    with_timeout("the first one to follow the second", wait_for_leader_name).await;
 }

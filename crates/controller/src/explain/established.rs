@@ -2,7 +2,7 @@
 
 use coreward_model::ServerId;
 use coreward_model::connection_table::decode_cookie_index;
-use coreward_model::consistency::{Consistency, Timestamps};
+use coreward_model::consistency::{Consistency, TimestampOrigin};
 use coreward_model::cookie::{self, Cookie};
 use coreward_model::lb_stamping;
 use coreward_model::placement::PlacementTable;
@@ -31,17 +31,21 @@ impl ConnectionCase<'_> {
         cookie: Option<u32>,
         reset: bool,
     ) -> PacketVerdict {
-        let mode = self.view.service.mode;
-        match mode.consistency {
-            Consistency::None => self.placement_verdict(table),
+        let service_mode = self.service_view.service.mode;
+        match service_mode.consistency {
+            Consistency::None => self.verdict_without_cookie(table),
             Consistency::HashTable => (None, self.describe_hash_table()),
             Consistency::Beamer => {
                 self.verdict_by_bucket(table, "without an entry in the load balancer's flow table it follows")
             }
             Consistency::Stateless | Consistency::Stateful => match cookie {
-                Some(tsecr) if mode.timestamps == Timestamps::LoadBalancer => self.verdict_by_lb_stamped_cookie(tsecr),
-                _ if reset && mode.timestamps == Timestamps::LoadBalancer => (None, LB_STAMPED_RESET.to_owned()),
-                Some(tsecr) if mode.timestamps == Timestamps::Server => self.verdict_by_cookie(tsecr),
+                Some(tsecr) if service_mode.timestamps == TimestampOrigin::LoadBalancer => {
+                    self.verdict_by_lb_stamped_cookie(tsecr)
+                }
+                _ if reset && service_mode.timestamps == TimestampOrigin::LoadBalancer => {
+                    (None, LB_STAMPED_RESET.to_owned())
+                }
+                Some(tsecr) if service_mode.timestamps == TimestampOrigin::Server => self.verdict_by_cookie(tsecr),
                 _ if reset => {
                     let reason = "a reset without timestamps follows the load balancer's flow table; \
                                   without an entry it is broadcast, and the server with the connection accepts it";
@@ -52,63 +56,73 @@ impl ConnectionCase<'_> {
         }
     }
 
-    fn placement_verdict(&self, table: Option<&PlacementTable>) -> PacketVerdict {
+    fn verdict_without_cookie(&self, table: Option<&PlacementTable>) -> PacketVerdict {
         let Some(table) = table else { return (None, "no table has been made yet".to_owned()) };
-        let (chosen, reason) = self.verdict(table);
+        let (chosen, reason) = self.verdict_on_new_connection(table);
         (chosen, format!("no state is stored (consistency \"none\"), so it is placed like a new connection: {reason}"))
     }
 
     fn describe_hash_table(&self) -> String {
-        let unknown = match self.view.service.address.protocol {
+        let unknown_flow_text = match self.service_view.service.address.protocol {
             Protocol::Tcp => "without an entry it is placed like a new connection",
             Protocol::Udp => "without an entry it is placed like the first datagram of a flow",
         };
-        format!("the flow table of the load balancer that it reaches decides; {unknown}")
+        format!("the flow table of the load balancer that it reaches decides; {unknown_flow_text}")
     }
 
-    fn verdict_by_bucket(&self, table: Option<&PlacementTable>, first: &str) -> PacketVerdict {
+    fn verdict_by_bucket(&self, table: Option<&PlacementTable>, reason_start: &str) -> PacketVerdict {
         let Some(table) = table else { return (None, "no table has been made yet".to_owned()) };
         let Some(key) = table.groups.first() else { return (None, "no server takes connections".to_owned()) };
-        let bucket = table.bucket_count.bucket(key.toeplitz(&self.tuple.bytes())) as usize;
+        let bucket = table.bucket_count.bucket(key.toeplitz_hash(&self.four_tuple.bytes())) as usize;
         let Some(server) = table.consistent_servers.get(bucket).copied() else {
             return (None, "no server takes connections".to_owned());
         };
-        let name = self.name(server);
-        let before = match table.previous_consistent_servers.get(bucket).copied().flatten() {
+        let server_name = self.server_name(server);
+        let previous_server_note = match table.previous_consistent_servers.get(bucket).copied().flatten() {
             Some(before) if before != server => {
                 format!(
-                    "; without such a connection {name} forwards it to {}, the bucket's previous server",
-                    self.name(before)
+                    "; without such a connection {server_name} forwards it to {}, the bucket's previous server",
+                    self.server_name(before)
                 )
             }
             _ => String::new(),
         };
-        (Some(server), format!("{first} bucket {bucket} of {} to {name}{before}", table.bucket_count.get()))
+        (
+            Some(server),
+            format!(
+                "{reason_start} bucket {bucket} of {} to {server_name}{previous_server_note}",
+                table.bucket_count.get()
+            ),
+        )
     }
 
     fn verdict_by_cookie(&self, tsecr: u32) -> PacketVerdict {
-        let keys = &self.view.cookie_keys;
-        let key = if tsecr & coreward_intf::COOKIE_KEY_BIT == 0 { 0 } else { 1 };
-        match cookie::decode_cookie(keys, &self.tuple, tsecr) {
-            Cookie::Server(id) if self.view.service.members.contains_key(&id) => {
-                (Some(id), format!("its cookie, made with key {key}, names server id {}, {}", id.get(), self.name(id)))
-            }
-            Cookie::Server(id) => (None, self.describe_unknown(key, id)),
-            Cookie::TableIndex(number) => (None, self.describe_entry(key, number)),
+        let keys = &self.service_view.cookie_keys;
+        let key_slot = if tsecr & coreward_intf::COOKIE_KEY_BIT == 0 { 0 } else { 1 };
+        match cookie::decode_cookie(keys, &self.four_tuple, tsecr) {
+            Cookie::Server(id) if self.service_view.service.members.contains_key(&id) => (
+                Some(id),
+                format!("its cookie, made with key {key_slot}, names server id {}, {}", id.get(), self.server_name(id)),
+            ),
+            Cookie::Server(id) => (None, self.describe_unknown_server(key_slot, id)),
+            Cookie::TableIndex(number) => (None, self.describe_table_entry(key_slot, number)),
         }
     }
 
     /// Returns the verdict by a cookie of LB-side stamping. A connection without a cookie is in the flow table instead.
     fn verdict_by_lb_stamped_cookie(&self, tsecr: u32) -> PacketVerdict {
-        let id = lb_stamping::decode_server_id(&self.view.cookie_keys, &self.tuple, tsecr);
-        let first = "without an entry in the load balancer's flow table its cookie decides:";
-        if self.view.service.members.contains_key(&id) {
-            return (Some(id), format!("{first} it names server id {}, {}", id.get(), self.name(id)));
+        let id = lb_stamping::decode_server_id(&self.service_view.cookie_keys, &self.four_tuple, tsecr);
+        let reason_start = "without an entry in the load balancer's flow table its cookie decides:";
+        if self.service_view.service.members.contains_key(&id) {
+            return (Some(id), format!("{reason_start} it names server id {}, {}", id.get(), self.server_name(id)));
         }
-        (None, format!("{first} it names server id {}, which no server has, and the packet is dropped", id.get()))
+        (
+            None,
+            format!("{reason_start} it names server id {}, which no server has, and the packet is dropped", id.get()),
+        )
     }
 
-    fn describe_unknown(&self, key: u32, id: ServerId) -> String {
+    fn describe_unknown_server(&self, key: u32, id: ServerId) -> String {
         format!(
             "its cookie, read with key {key}, names server id {}, which no server has: it is forged, damaged, or of a \
              replaced key; the packet is broadcast at a limited rate, and the server with the connection accepts it",
@@ -116,8 +130,8 @@ impl ConnectionCase<'_> {
         )
     }
 
-    fn describe_entry(&self, key: u32, number: u16) -> String {
-        if self.view.service.mode.consistency != Consistency::Stateful {
+    fn describe_table_entry(&self, key: u32, number: u16) -> String {
+        if self.service_view.service.mode.consistency != Consistency::Stateful {
             return format!(
                 "its cookie, read with key {key}, names an entry of a connection table, which this service does not \
                  have: \
@@ -125,8 +139,8 @@ impl ConnectionCase<'_> {
             );
         }
         let (owner, slot) = decode_cookie_index(number);
-        let name = self.view.owner_names.iter().find(|(known, _)| *known == owner);
-        match name {
+        let owner_name = self.service_view.owner_names.iter().find(|(known, _)| *known == owner);
+        match owner_name {
             Some((_, name)) => format!(
                 "its cookie, made with key {key}, names slot {slot} in the connection table of load balancer {name} \
                  (`coreward connections` there shows the server)"

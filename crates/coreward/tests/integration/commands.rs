@@ -6,36 +6,36 @@ use std::os::unix::fs::{PermissionsExt as _, chown};
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::{Command, Stdio};
 
-use crate::support::{Daemon, coreward};
+use crate::support::{CorewardProcess, coreward_command};
 
 const SIGINT: i32 = 2;
 
 #[test]
 fn root_may_use_another_users_token_and_interrupt_the_command() {
     let directory = tempfile::tempdir().unwrap();
-    let token = directory.path().join("operator.token");
-    std::fs::write(&token, "0".repeat(64)).unwrap();
-    std::fs::set_permissions(&token, Permissions::from_mode(0o600)).unwrap();
+    let token_path = directory.path().join("operator.token");
+    std::fs::write(&token_path, "0".repeat(64)).unwrap();
+    std::fs::set_permissions(&token_path, Permissions::from_mode(0o600)).unwrap();
     // The controller's user; without rights it is ours, and the rest is shown still.
-    let _ = chown(&token, Some(65_534), None);
+    let _ = chown(&token_path, Some(65_534), None);
     // It takes the request, and does not answer.
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     // A shell in the background ignores SIGINT, and its children inherit that.
     let mut command = Command::new("env");
-    command.arg("--default-signal=INT").arg(coreward().get_program());
-    command.args(["lb", "forget", "lb1", "--controller", &url, "--token-file"]).arg(&token);
-    let mut forget = Daemon(command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap());
+    command.arg("--default-signal=INT").arg(coreward_command().get_program());
+    command.args(["lb", "forget", "lb1", "--controller", &url, "--token-file"]).arg(&token_path);
+    let mut forget_process = CorewardProcess(command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap());
     listener.set_nonblocking(true).unwrap();
-    let asked = loop {
+    let request_stream = loop {
         match listener.accept() {
             Ok((stream, _)) => break stream,
-            Err(_) => assert_eq!(forget.0.try_wait().unwrap(), None, "it has ended without a question"),
+            Err(_) => assert_eq!(forget_process.0.try_wait().unwrap(), None, "it has ended without a question"),
         }
         std::thread::sleep(std::time::Duration::from_millis(10));
     };
-    forget.signal("INT");
-    assert_eq!(forget.0.wait().unwrap().signal(), Some(SIGINT));
+    forget_process.send_signal("INT");
+    assert_eq!(forget_process.0.wait().unwrap().signal(), Some(SIGINT));
     // The request was open until here: neither a response nor the HTTP timeout ended the command.
-    drop(asked);
+    drop(request_stream);
 }

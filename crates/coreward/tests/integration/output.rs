@@ -5,61 +5,63 @@ use std::path::Path;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-use crate::support::{Daemon, coreward};
+use crate::support::{CorewardProcess, coreward_command};
 
 const TIMEOUT: Duration = Duration::from_secs(30);
 
 fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
-    let limit = Instant::now() + TIMEOUT;
+    let deadline = Instant::now() + TIMEOUT;
     while !is_so() {
-        assert!(Instant::now() < limit, "not within {TIMEOUT:?}: {what}");
+        assert!(Instant::now() < deadline, "not within {TIMEOUT:?}: {what}");
         std::thread::sleep(Duration::from_millis(20));
     }
 }
 
 /// `/dev/full` answers every write as a full disk does (ENOSPC).
 #[test]
-fn daemon_continues_when_its_log_is_full() {
+fn daemon_continues_when_its_log_cannot_be_written() {
     let directory = tempfile::tempdir().unwrap();
     let path = |name: &str| directory.path().join(name);
     let write_fleet = |text: &str| std::fs::write(path("fleet.toml"), text).unwrap();
-    let store = path("store");
-    let listen = "listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\n";
-    std::fs::write(path("controller.toml"), format!("{listen}store = {store:?}\nfleet = \"fleet.toml\"\n")).unwrap();
+    let store_path = path("store");
+    let listen_keys = "listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\n";
+    std::fs::write(path("controller.toml"), format!("{listen_keys}store = {store_path:?}\nfleet = \"fleet.toml\"\n"))
+        .unwrap();
     write_fleet("load_ewma_alpha = 0.5\n");
-    let full = OpenOptions::new().write(true).open("/dev/full").unwrap();
-    let mut command = coreward();
+    let full_device = OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let mut command = coreward_command();
     command.args([Path::new("controller"), Path::new("--config"), &path("controller.toml")]);
-    let mut controller = Daemon(command.stdout(Stdio::null()).stderr(full).spawn().unwrap());
+    let mut controller = CorewardProcess(command.stdout(Stdio::null()).stderr(full_device).spawn().unwrap());
     wait_until("it has drawn its tokens", || {
         path("operator.token").exists() || controller.0.try_wait().unwrap().is_some()
     });
     // Many lines: a missing token, an invalid file.
     for round in 0..5 {
-        let token = path("viewer.token");
-        std::fs::remove_file(&token).unwrap();
-        controller.signal("HUP");
-        wait_until("it has read the files again", || token.exists() || controller.0.try_wait().unwrap().is_some());
+        let token_path = path("viewer.token");
+        std::fs::remove_file(&token_path).unwrap();
+        controller.send_signal("HUP");
+        wait_until("it has read the files again", || token_path.exists() || controller.0.try_wait().unwrap().is_some());
         assert_eq!(controller.0.try_wait().unwrap(), None, "it has ended in round {round}");
         write_fleet(if round % 2 == 0 { "load_ewma_alpha = 5\n" } else { "load_ewma_alpha = 0.5\n" });
     }
-    controller.signal("TERM");
+    controller.send_signal("TERM");
     assert!(controller.0.wait().unwrap().success());
 }
 
 /// Emulates `coreward check FILE 2>&1 | head -1`, and a closed pipe behind a command that prints much.
 #[test]
 fn closed_pipe_does_not_change_the_exit_status() {
-    let mut completions = coreward().args(["completions", "bash"]).stdout(Stdio::piped()).spawn().unwrap();
-    drop(completions.stdout.take());
-    assert_eq!(completions.wait().unwrap().code(), Some(0));
+    let mut completions_process =
+        coreward_command().args(["completions", "bash"]).stdout(Stdio::piped()).spawn().unwrap();
+    drop(completions_process.stdout.take());
+    assert_eq!(completions_process.wait().unwrap().code(), Some(0));
 
-    let mut check = coreward()
+    let mut check_process = coreward_command()
         .args(["check", "/nonexistent/lb.toml"])
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    drop((check.stdout.take(), check.stderr.take()));
-    assert_eq!(check.wait().unwrap().code(), Some(1));
+    drop((check_process.stdout.take(), check_process.stderr.take()));
+    assert_eq!(check_process.wait().unwrap().code(), Some(1));
 }

@@ -7,13 +7,13 @@ use std::process::{ChildStderr, Command, ExitStatus, Output, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use crate::support::{Daemon, coreward};
+use crate::support::{CorewardProcess, coreward_command};
 
 /// Timeout of operations that a controller normally finishes at once; only a safety net.
-const LIMIT: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Writes the controller's file and returns its path. `more`: further keys.
-fn write_controller(directory: &Path, more: &str) -> PathBuf {
+fn write_controller_file(directory: &Path, more: &str) -> PathBuf {
     let (path, store) = (directory.join("controller.toml"), directory.join("store"));
     let text = format!("listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\nstore = {store:?}\n{more}");
     std::fs::write(&path, text).unwrap();
@@ -23,43 +23,43 @@ fn write_controller(directory: &Path, more: &str) -> PathBuf {
 /// Returns the API's address from the log; a thread reads the rest of the log.
 fn read_api_address(log: ChildStderr) -> String {
     let mut lines = BufReader::new(log).lines().map(Result::unwrap);
-    let mut seen = Vec::new();
+    let mut log_lines = Vec::new();
     let address = lines.find_map(|line| {
         let address = line.split_once(" api=").map(|(_, address)| address.to_owned());
-        seen.push(line);
+        log_lines.push(line);
         address
     });
     std::thread::spawn(move || lines.for_each(drop));
-    address.unwrap_or_else(|| panic!("it has ended: {seen:?}"))
+    address.unwrap_or_else(|| panic!("it has ended: {log_lines:?}"))
 }
 
 fn run_command(directory: &Path, api: &str, arguments: &[&str]) -> Output {
-    let token = directory.join("operator.token");
-    let mut command = coreward();
-    command.args(arguments).args(["--controller", api, "--token-file"]).arg(token);
+    let token_path = directory.join("operator.token");
+    let mut command = coreward_command();
+    command.args(arguments).args(["--controller", api, "--token-file"]).arg(token_path);
     command.output().unwrap()
 }
 
-fn text(output: &Output) -> String {
+fn output_text(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 
 /// Opens a pipe for writing as soon as the controller reads from it.
-fn open_for_reader(pipe: &Path) -> File {
+fn open_pipe_for_writing(pipe: &Path) -> File {
     let (opened, file) = mpsc::channel();
     let pipe = pipe.to_owned();
     // The opening itself waits without limit, also when the controller has ended.
     std::thread::spawn(move || opened.send(OpenOptions::new().write(true).open(pipe)));
-    file.recv_timeout(LIMIT).expect("the controller does not read the pipe").unwrap()
+    file.recv_timeout(TIMEOUT).expect("the controller does not read the pipe").unwrap()
 }
 
-fn wait_for_end(controller: &mut Daemon) -> ExitStatus {
-    let end = Instant::now() + LIMIT;
+fn wait_for_exit(controller: &mut CorewardProcess) -> ExitStatus {
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         if let Some(status) = controller.0.try_wait().unwrap() {
             return status;
         }
-        assert!(Instant::now() < end, "the controller does not end");
+        assert!(Instant::now() < deadline, "the controller does not end");
         std::thread::sleep(Duration::from_millis(20));
     }
 }
@@ -69,34 +69,34 @@ fn wait_for_end(controller: &mut Daemon) -> ExitStatus {
 #[test]
 fn early_signals_are_handled_after_startup() {
     let directory = tempfile::tempdir().unwrap();
-    let config = write_controller(directory.path(), "fleet = \"fleet.toml\"\n");
-    let fleet = directory.path().join("fleet.toml");
-    assert!(Command::new("mkfifo").arg(&fleet).status().unwrap().success());
-    let mut command = coreward();
-    command.arg("controller").arg("--config").arg(&config).stderr(Stdio::null());
-    let mut controller = Daemon(command.spawn().unwrap());
+    let config_path = write_controller_file(directory.path(), "fleet = \"fleet.toml\"\n");
+    let fleet_pipe = directory.path().join("fleet.toml");
+    assert!(Command::new("mkfifo").arg(&fleet_pipe).status().unwrap().success());
+    let mut command = coreward_command();
+    command.arg("controller").arg("--config").arg(&config_path).stderr(Stdio::null());
+    let mut controller = CorewardProcess(command.spawn().unwrap());
     // Each opening waits for it to read: the first time as it starts, the second time because of SIGHUP.
     for round in 0..2 {
-        let mut file = open_for_reader(&fleet);
+        let mut file = open_pipe_for_writing(&fleet_pipe);
         if round == 0 {
-            controller.signal("HUP");
+            controller.send_signal("HUP");
         }
         // The next reading is of another pipe.
-        std::fs::remove_file(&fleet).unwrap();
-        assert!(Command::new("mkfifo").arg(&fleet).status().unwrap().success());
+        std::fs::remove_file(&fleet_pipe).unwrap();
+        assert!(Command::new("mkfifo").arg(&fleet_pipe).status().unwrap().success());
         file.write_all(b"load_ewma_alpha = 0.5\n").unwrap();
     }
-    controller.signal("TERM");
-    let ended = wait_for_end(&mut controller);
-    assert!(ended.success(), "{ended}");
+    controller.send_signal("TERM");
+    let exit_status = wait_for_exit(&mut controller);
+    assert!(exit_status.success(), "{exit_status}");
 
-    let mut controller = Daemon(command.spawn().unwrap());
-    let mut file = open_for_reader(&fleet);
-    controller.signal("TERM");
+    let mut controller = CorewardProcess(command.spawn().unwrap());
+    let mut file = open_pipe_for_writing(&fleet_pipe);
+    controller.send_signal("TERM");
     file.write_all(b"load_ewma_alpha = 0.5\n").unwrap();
     drop(file);
-    let ended = wait_for_end(&mut controller);
-    assert!(ended.success(), "{ended}");
+    let exit_status = wait_for_exit(&mut controller);
+    assert!(exit_status.success(), "{exit_status}");
 }
 
 /// A limit of 0 bytes for every file emulates a full disk, and the previous controller was killed.
@@ -104,52 +104,56 @@ fn early_signals_are_handled_after_startup() {
 fn controller_starts_and_recovers_on_a_full_disk() {
     let directory = tempfile::tempdir().unwrap();
     let directory = directory.path();
-    let config = write_controller(directory, "");
-    let mut first = coreward();
-    first.arg("controller").arg("--config").arg(&config).stderr(Stdio::piped());
-    let mut first = Daemon(first.spawn().unwrap());
-    let api = read_api_address(first.0.stderr.take().unwrap());
-    let fleet = directory.join("fleet.toml");
-    let server = |n: u8| format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{n}\"\n");
-    let service = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n";
-    std::fs::write(&fleet, format!("{}{}{service}", server(1), server(2))).unwrap();
-    let applied = run_command(directory, &api, &["apply", "--yes", fleet.to_str().unwrap()]);
-    assert!(applied.status.success(), "{}", text(&applied));
-    drop(first);
+    let config_path = write_controller_file(directory, "");
+    let mut first_command = coreward_command();
+    first_command.arg("controller").arg("--config").arg(&config_path).stderr(Stdio::piped());
+    let mut first_controller = CorewardProcess(first_command.spawn().unwrap());
+    let api_address = read_api_address(first_controller.0.stderr.take().unwrap());
+    let fleet_path = directory.join("fleet.toml");
+    let server_table = |n: u8| format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{n}\"\n");
+    let service_table = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n";
+    std::fs::write(&fleet_path, format!("{}{}{service_table}", server_table(1), server_table(2))).unwrap();
+    let apply_output = run_command(directory, &api_address, &["apply", "--yes", fleet_path.to_str().unwrap()]);
+    assert!(apply_output.status.success(), "{}", output_text(&apply_output));
+    drop(first_controller);
 
     let mut command = Command::new("sh");
     command.args(["-c", "trap '' XFSZ; ulimit -S -f 0; exec \"$0\" controller --config \"$1\""]);
-    command.arg(env!("CARGO_BIN_EXE_coreward")).arg(&config).stderr(Stdio::piped());
-    let mut controller = Daemon(command.spawn().unwrap());
-    let api = read_api_address(controller.0.stderr.take().unwrap());
-    let status = run_command(directory, &api, &["status"]);
-    assert!(status.status.success() && text(&status).contains("10.200.0.1:80"), "{}", text(&status));
-    let refused = run_command(directory, &api, &["drain", "s1", "--force"]);
+    command.arg(env!("CARGO_BIN_EXE_coreward")).arg(&config_path).stderr(Stdio::piped());
+    let mut controller = CorewardProcess(command.spawn().unwrap());
+    let api_address = read_api_address(controller.0.stderr.take().unwrap());
+    let status_output = run_command(directory, &api_address, &["status"]);
     assert!(
-        !refused.status.success() && text(&refused).contains("not on record, and not in force"),
+        status_output.status.success() && output_text(&status_output).contains("10.200.0.1:80"),
         "{}",
-        text(&refused)
+        output_text(&status_output)
+    );
+    let rejected_drain = run_command(directory, &api_address, &["drain", "s1", "--force"]);
+    assert!(
+        !rejected_drain.status.success() && output_text(&rejected_drain).contains("not on record, and not in force"),
+        "{}",
+        output_text(&rejected_drain)
     );
 
-    let limit = ["--pid", &controller.0.id().to_string(), "--fsize=unlimited"].map(str::to_owned);
-    assert!(Command::new("prlimit").args(limit).status().unwrap().success());
-    let drained = run_command(directory, &api, &["drain", "s1", "--force"]);
-    assert!(drained.status.success(), "{}", text(&drained));
+    let prlimit_arguments = ["--pid", &controller.0.id().to_string(), "--fsize=unlimited"].map(str::to_owned);
+    assert!(Command::new("prlimit").args(prlimit_arguments).status().unwrap().success());
+    let drain_output = run_command(directory, &api_address, &["drain", "s1", "--force"]);
+    assert!(drain_output.status.success(), "{}", output_text(&drain_output));
 }
 
 /// `systemctl reload` runs `coreward check` first; if the check fails, the controller does not reload its files.
 #[test]
 fn reload_of_an_invalid_fleet_fails() {
     let unit = include_str!("../../../../packaging/systemd/coreward-controller.service");
-    let mut reloads = unit.lines().filter_map(|line| line.strip_prefix("ExecReload="));
-    let first = reloads.next().unwrap().strip_prefix("/usr/bin/coreward ").unwrap();
-    assert_eq!(reloads.next(), Some("/bin/kill -HUP $MAINPID"));
+    let mut reload_commands = unit.lines().filter_map(|line| line.strip_prefix("ExecReload="));
+    let check_arguments = reload_commands.next().unwrap().strip_prefix("/usr/bin/coreward ").unwrap();
+    assert_eq!(reload_commands.next(), Some("/bin/kill -HUP $MAINPID"));
     let directory = tempfile::tempdir().unwrap();
-    let config = write_controller(directory.path(), "fleet = \"fleet.toml\"\n");
-    let command = first.replace("/etc/coreward/controller.toml", config.to_str().unwrap());
+    let config_path = write_controller_file(directory.path(), "fleet = \"fleet.toml\"\n");
+    let arguments = check_arguments.replace("/etc/coreward/controller.toml", config_path.to_str().unwrap());
     for (fleet, is_right) in [("load_ewma_alpha = 7\n", false), ("load_ewma_alpha = 0.5\n", true)] {
         std::fs::write(directory.path().join("fleet.toml"), fleet).unwrap();
-        let checked = coreward().args(command.split(' ')).output().unwrap();
-        assert_eq!(checked.status.success(), is_right, "{}", text(&checked));
+        let output = coreward_command().args(arguments.split(' ')).output().unwrap();
+        assert_eq!(output.status.success(), is_right, "{}", output_text(&output));
     }
 }

@@ -16,44 +16,58 @@ const FIRST_RETRY_INTERVAL: Duration = RETRY_INTERVAL_RANGE.0;
 
 #[test]
 fn single_controller_is_retried_at_growing_intervals() {
-    let mut turns = AttemptOrder::new(1);
-    let waits: Vec<u128> = (0..7).map(|_| turns.record_end(&StreamEnd::Lost).as_millis()).collect();
-    assert_eq!(waits, [100, 200, 400, 800, 1600, 2000, 2000]);
-    turns.record_answer();
-    assert_eq!(turns.record_end(&StreamEnd::Lost), FIRST_RETRY_INTERVAL);
-    assert_eq!(turns.record_end(&StreamEnd::Lost), FIRST_RETRY_INTERVAL);
-    assert_eq!(turns.record_end(&StreamEnd::Lost), FIRST_RETRY_INTERVAL * 2);
+    let mut attempt_order = AttemptOrder::new(1);
+    let retry_intervals_ms: Vec<u128> =
+        (0..7).map(|_| attempt_order.record_end(&StreamEnd::Lost).as_millis()).collect();
+    assert_eq!(retry_intervals_ms, [100, 200, 400, 800, 1600, 2000, 2000]);
+    attempt_order.record_answer();
+    assert_eq!(attempt_order.record_end(&StreamEnd::Lost), FIRST_RETRY_INTERVAL);
+    assert_eq!(attempt_order.record_end(&StreamEnd::Lost), FIRST_RETRY_INTERVAL);
+    assert_eq!(attempt_order.record_end(&StreamEnd::Lost), FIRST_RETRY_INTERVAL * 2);
 }
 
 #[test]
-fn several_controllers_are_tried_in_turn_and_rounds_back_off() {
-    let mut turns = AttemptOrder::new(3);
-    let mut tries = Vec::new();
+fn retry_interval_grows_after_each_round_of_controllers() {
+    let mut attempt_order = AttemptOrder::new(3);
+    let mut controllers_and_intervals = Vec::new();
     for _ in 0..7 {
-        let wait = turns.record_end(&StreamEnd::Lost).as_millis();
-        tries.push((turns.current_controller, wait));
+        let retry_interval_ms = attempt_order.record_end(&StreamEnd::Lost).as_millis();
+        controllers_and_intervals.push((attempt_order.current_controller_index, retry_interval_ms));
     }
-    assert_eq!(tries, [(1, 100), (2, 100), (0, 100), (1, 100), (2, 100), (0, 200), (1, 100)]);
+    assert_eq!(controllers_and_intervals, [(1, 100), (2, 100), (0, 100), (1, 100), (2, 100), (0, 200), (1, 100)]);
 }
 
 #[test]
 fn last_reachable_controller_is_tried_first() {
-    let mut turns = AttemptOrder::new(3);
-    turns.record_end(&StreamEnd::Lost);
-    turns.record_answer();
-    assert_eq!((turns.record_end(&StreamEnd::Lost), turns.current_controller), (FIRST_RETRY_INTERVAL, 1));
-    assert_eq!((turns.record_end(&StreamEnd::Lost), turns.current_controller), (FIRST_RETRY_INTERVAL, 2));
+    let mut attempt_order = AttemptOrder::new(3);
+    attempt_order.record_end(&StreamEnd::Lost);
+    attempt_order.record_answer();
+    assert_eq!(
+        (attempt_order.record_end(&StreamEnd::Lost), attempt_order.current_controller_index),
+        (FIRST_RETRY_INTERVAL, 1)
+    );
+    assert_eq!(
+        (attempt_order.record_end(&StreamEnd::Lost), attempt_order.current_controller_index),
+        (FIRST_RETRY_INTERVAL, 2)
+    );
 }
 
 #[test]
 fn named_leader_is_tried_next() {
-    let mut turns = AttemptOrder::new(3);
-    assert_eq!((turns.record_end(&StreamEnd::NotTheLeader(2)), turns.current_controller), (FIRST_RETRY_INTERVAL, 2));
-    turns.record_answer();
-    assert_eq!((turns.record_end(&StreamEnd::NotTheLeader(0)), turns.current_controller), (FIRST_RETRY_INTERVAL, 0));
+    let mut attempt_order = AttemptOrder::new(3);
+    assert_eq!(
+        (attempt_order.record_end(&StreamEnd::NotTheLeader(2)), attempt_order.current_controller_index),
+        (FIRST_RETRY_INTERVAL, 2)
+    );
+    attempt_order.record_answer();
+    assert_eq!(
+        (attempt_order.record_end(&StreamEnd::NotTheLeader(0)), attempt_order.current_controller_index),
+        (FIRST_RETRY_INTERVAL, 0)
+    );
     // Two that name each other are asked less and less often.
-    let waits: Vec<u128> = (0..9).map(|n| turns.record_end(&StreamEnd::NotTheLeader(n % 2)).as_millis()).collect();
-    assert_eq!(waits, [100, 100, 100, 100, 100, 200, 100, 100, 400]);
+    let retry_intervals_ms: Vec<u128> =
+        (0..9).map(|n| attempt_order.record_end(&StreamEnd::NotTheLeader(n % 2)).as_millis()).collect();
+    assert_eq!(retry_intervals_ms, [100, 100, 100, 100, 100, 200, 100, 100, 400]);
 }
 
 #[test]
@@ -61,47 +75,50 @@ fn older_leader_is_rejected_for_a_minute() {
     let (start, mut terms) = (Instant::now(), TermTracker::default());
     let at = |seconds| start + Duration::from_secs(seconds);
     // A controller with a store of its own, or one of an older version.
-    terms.check(None, at(0)).unwrap();
-    terms.check(Some(9), at(1)).unwrap();
+    terms.check_term(None, at(0)).unwrap();
+    terms.check_term(Some(9), at(1)).unwrap();
     terms.record_message(at(30));
-    let refused = terms.check(Some(8), at(89)).unwrap_err().to_string();
-    assert_eq!(refused, "its term is older than that of the last controller (term 8, expected 9 or more)");
-    terms.check(Some(9), at(89)).unwrap();
-    terms.check(Some(12), at(90)).unwrap();
-    terms.check(Some(11), at(149)).unwrap_err();
+    let error = terms.check_term(Some(8), at(89)).unwrap_err().to_string();
+    assert_eq!(error, "its term is older than that of the last controller (term 8, expected 9 or more)");
+    terms.check_term(Some(9), at(89)).unwrap();
+    terms.check_term(Some(12), at(90)).unwrap();
+    terms.check_term(Some(11), at(149)).unwrap_err();
     // The term of another etcd.
-    terms.check(Some(2), at(150)).unwrap();
-    terms.check(Some(1), at(151)).unwrap_err();
-    terms.check(None, at(152)).unwrap();
-    terms.check(Some(1), at(153)).unwrap();
+    terms.check_term(Some(2), at(150)).unwrap();
+    terms.check_term(Some(1), at(151)).unwrap_err();
+    terms.check_term(None, at(152)).unwrap();
+    terms.check_term(Some(1), at(153)).unwrap();
 }
 
 #[tokio::test]
-async fn term_is_read_from_the_stream() {
-    let mut connection = connection(&[unused_port()]);
-    let stream = |term: Option<u64>| {
+async fn leader_term_is_read_from_the_response() {
+    let mut connection = connection(&[unused_address()]);
+    let response_with_term = |term: Option<u64>| {
         let mut response = Response::new(());
         term.into_iter().for_each(|term| drop(response.metadata_mut().insert(TERM_HEADER, term.into())));
         response
     };
-    connection.accept_stream(stream(Some(7))).unwrap();
-    let refused = connection.accept_stream(stream(Some(6))).unwrap_err();
+    connection.accept_stream(response_with_term(Some(7))).unwrap();
+    let error = connection.accept_stream(response_with_term(Some(6))).unwrap_err();
     // The others are asked at once: this is no refusal of this daemon.
-    assert_eq!(connection.classify_end(Some(&refused)), StreamEnd::Lost);
-    connection.accept_stream(stream(Some(7))).unwrap();
+    assert_eq!(connection.classify_end(Some(&error)), StreamEnd::Lost);
+    connection.accept_stream(response_with_term(Some(7))).unwrap();
 }
 
 #[test]
 fn rejecting_controller_is_retried_later() {
-    let mut turns = AttemptOrder::new(2);
-    assert_eq!((turns.record_end(&StreamEnd::Rejected), turns.current_controller), (REJECTED_RETRY_INTERVAL, 1));
+    let mut attempt_order = AttemptOrder::new(2);
+    assert_eq!(
+        (attempt_order.record_end(&StreamEnd::Rejected), attempt_order.current_controller_index),
+        (REJECTED_RETRY_INTERVAL, 1)
+    );
 }
 
 #[test]
 fn retry_pauses_are_random() {
-    let drawn: Vec<Duration> = (0..100).map(|_| with_jitter(Duration::from_secs(2))).collect();
-    assert!(drawn.iter().all(|pause| (Duration::from_secs(1)..=Duration::from_secs(2)).contains(pause)));
-    assert!(drawn.iter().any(|pause| *pause != drawn[0]));
+    let pauses: Vec<Duration> = (0..100).map(|_| with_jitter(Duration::from_secs(2))).collect();
+    assert!(pauses.iter().all(|pause| (Duration::from_secs(1)..=Duration::from_secs(2)).contains(pause)));
+    assert!(pauses.iter().any(|pause| *pause != pauses[0]));
 }
 
 /// A controller that answers every request with the same status.
@@ -128,7 +145,7 @@ impl tower_service::Service<http::Request<Body>> for FixedAnswer {
 }
 
 /// Starts a controller that gives this answer, and serves as long as the runtime lives.
-async fn listen(answer: Status) -> SocketAddr {
+async fn start_server_with_status(answer: Status) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let server = tonic::transport::Server::builder().add_service(FixedAnswer(answer));
@@ -137,7 +154,7 @@ async fn listen(answer: Status) -> SocketAddr {
 }
 
 /// Returns an address at which no process listens. Its port stays bound, so that no other test gets it.
-fn unused_port() -> SocketAddr {
+fn unused_address() -> SocketAddr {
     let socket = tokio::net::TcpSocket::new_v4().unwrap();
     socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let address = socket.local_addr().unwrap();
@@ -188,8 +205,8 @@ fn connection(addresses: &[SocketAddr]) -> ControllerConnection {
 
 #[tokio::test]
 async fn client_finds_the_leader_among_controllers() {
-    let leader = listen(Status::internal("here")).await;
-    let (away, follower) = (unused_port(), listen(not_leader_status(None)).await);
+    let leader = start_server_with_status(Status::internal("here")).await;
+    let (away, follower) = (unused_address(), start_server_with_status(not_leader_status(None)).await);
     let mut connection = connection(&[away, follower, leader]);
     assert_eq!(try_controllers(&mut connection, 9).await, [away, follower, leader]);
     connection.record_end(None);
@@ -198,24 +215,24 @@ async fn client_finds_the_leader_among_controllers() {
 
 #[tokio::test]
 async fn daemon_connects_to_the_leader_named_by_a_follower() {
-    let leader = listen(Status::internal("here")).await;
-    let (away, follower) = (unused_port(), listen(not_leader_status(Some(leader))).await);
+    let leader = start_server_with_status(Status::internal("here")).await;
+    let (away, follower) = (unused_address(), start_server_with_status(not_leader_status(Some(leader))).await);
     let mut connection = connection(&[follower, away, leader]);
     assert_eq!(try_controllers(&mut connection, 9).await, [follower, leader]);
 }
 
 #[tokio::test]
 async fn leader_outside_the_file_is_not_contacted() {
-    let stranger = listen(Status::internal("here")).await;
-    let (away, follower) = (unused_port(), listen(not_leader_status(Some(stranger))).await);
+    let unlisted_leader = start_server_with_status(Status::internal("here")).await;
+    let (away, follower) = (unused_address(), start_server_with_status(not_leader_status(Some(unlisted_leader))).await);
     let mut connection = connection(&[follower, away]);
     assert_eq!(try_controllers(&mut connection, 4).await, [follower, away, follower, away]);
 }
 
 #[tokio::test]
 async fn daemon_tries_other_controllers_after_a_rejection() {
-    let leader = listen(Status::internal("here")).await;
-    let stranger = listen(Status::not_found("server s1 is not in the fleet")).await;
-    let mut connection = connection(&[stranger, leader]);
-    assert_eq!(try_controllers(&mut connection, 9).await, [stranger, leader]);
+    let leader = start_server_with_status(Status::internal("here")).await;
+    let rejecting_controller = start_server_with_status(Status::not_found("server s1 is not in the fleet")).await;
+    let mut connection = connection(&[rejecting_controller, leader]);
+    assert_eq!(try_controllers(&mut connection, 9).await, [rejecting_controller, leader]);
 }

@@ -21,7 +21,7 @@ pub enum Policy {
     RankedQueue,
 }
 
-const POLICIES: [Policy; intf::DISPATCH_POLICY_COUNT as usize] =
+const ALL_POLICIES: [Policy; intf::DISPATCH_POLICY_COUNT as usize] =
     [Policy::Random, Policy::RoundRobin, Policy::ShortestQueue, Policy::LightestQueue, Policy::RankedQueue];
 
 impl Policy {
@@ -43,20 +43,20 @@ impl Policy {
 
     /// Returns an iterator over all policies.
     pub fn all() -> impl Iterator<Item = Self> {
-        POLICIES.into_iter()
+        ALL_POLICIES.into_iter()
     }
 }
 
 /// Error for a policy name that does not exist.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("policy {0:?}: expected one of {names}", names = intf::DISPATCH_POLICY_NAMES.join(", "))]
-pub struct UnknownPolicy(pub String);
+pub struct UnknownPolicyName(pub String);
 
 impl FromStr for Policy {
-    type Err = UnknownPolicy;
+    type Err = UnknownPolicyName;
 
-    fn from_str(name: &str) -> Result<Self, UnknownPolicy> {
-        Self::all().find(|policy| policy.name() == name).ok_or_else(|| UnknownPolicy(name.to_owned()))
+    fn from_str(name: &str) -> Result<Self, UnknownPolicyName> {
+        Self::all().find(|policy| policy.name() == name).ok_or_else(|| UnknownPolicyName(name.to_owned()))
     }
 }
 
@@ -90,15 +90,15 @@ pub struct Options {
     /// Policy by which a worker is selected.
     pub policy: Policy,
     /// Position of the request's number; `None`: responses are matched by the client's address and port alone.
-    pub request_id: Option<RequestIdPosition>,
+    pub request_id_position: Option<RequestIdPosition>,
     /// Offset in the payload of the bytes compared with [`RequestType::value`].
     pub type_offset: u16,
     /// Types of requests, at most [`MAX_TYPES`]; the first that matches a request applies.
     pub types: Vec<RequestType>,
     /// Priority class of requests that match none of `types`.
-    pub other_class: u8,
+    pub default_class: u8,
     /// Whether the programs measure the service times of requests.
-    pub observes_service_times: bool,
+    pub measures_service_times: bool,
 }
 
 /// Maximum number of configured request types. The data plane has one more, for all other requests.
@@ -129,7 +129,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn policies_equal_those_of_the_bpf_program() {
+    fn policies_match_those_of_the_bpf_program() {
         for (number, policy) in Policy::all().enumerate() {
             assert_eq!((policy.number(), policy.name().parse()), (number as u32, Ok(policy)));
         }

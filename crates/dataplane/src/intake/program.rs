@@ -15,7 +15,7 @@ pub use coreward_intf::INTAKE_COUNTER_NAMES as COUNTER_NAMES;
 use crate::lb::AttachedXdpMode;
 use crate::lb::link::XdpLink;
 use crate::mac::MacAddress;
-use crate::per_cpu::per_cpu_sums;
+use crate::per_cpu::sum_over_cpus;
 use crate::skeleton::intake::IntakeSkelBuilder;
 
 /// Number of counters of the intake program.
@@ -25,39 +25,49 @@ pub const COUNTER_COUNT: usize = intf::INTAKE_COUNTER_COUNT as usize;
 #[derive(Debug)]
 pub struct IntakeProgram {
     program: OwnedFd,
-    sockets: MapHandle,
+    xdp_sockets: MapHandle,
     counters: MapHandle,
-    attached: Option<(XdpLink, AttachedXdpMode)>,
+    attachment: Option<(XdpLink, AttachedXdpMode)>,
 }
 
 impl IntakeProgram {
     /// Loads the program for a device with the address `mac`. Fails when the kernel rejects something.
     pub fn load(mac: MacAddress, listeners: &[SocketAddrV4]) -> anyhow::Result<Self> {
-        let limit = intf::MAX_INTAKE_LISTENERS as usize;
-        ensure!(listeners.len() <= limit, "{} addresses of requests: expected at most {limit}", listeners.len());
-        let mut storage = MaybeUninit::uninit();
-        let mut open = IntakeSkelBuilder::default().open(&mut storage).context("bpf/orchestrate/intake.bpf.c")?;
-        let rodata = open.maps.rodata_data.as_deref_mut().context("intake.bpf.c without read-only data")?;
+        let max_listeners = intf::MAX_INTAKE_LISTENERS as usize;
+        ensure!(
+            listeners.len() <= max_listeners,
+            "{} addresses of requests: expected at most {max_listeners}",
+            listeners.len()
+        );
+        let mut object_storage = MaybeUninit::uninit();
+        let mut open_skeleton =
+            IntakeSkelBuilder::default().open(&mut object_storage).context("bpf/orchestrate/intake.bpf.c")?;
+        let rodata = open_skeleton.maps.rodata_data.as_deref_mut().context("intake.bpf.c without read-only data")?;
         rodata.device_mac = mac.0;
-        let loaded = open.load().context("the kernel refused bpf/orchestrate/intake.bpf.c")?;
+        let loaded_skeleton = open_skeleton.load().context("the kernel refused bpf/orchestrate/intake.bpf.c")?;
         for listener in listeners {
-            let address = u32::from_ne_bytes(listener.ip().octets());
-            let key = intf::intake_listener { address, port: listener.port().to_be(), unused: 0 };
-            loaded.maps.intake_listeners.update(key.as_bytes(), &[1], MapFlags::ANY).context("adding an address")?;
+            let listener_address = u32::from_ne_bytes(listener.ip().octets());
+            let listener_key =
+                intf::intake_listener { address: listener_address, port: listener.port().to_be(), unused: 0 };
+            loaded_skeleton
+                .maps
+                .intake_listeners
+                .update(listener_key.as_bytes(), &[1], MapFlags::ANY)
+                .context("adding an address")?;
         }
         Ok(Self {
-            program: loaded.progs.intake.as_fd().try_clone_to_owned()?,
-            sockets: MapHandle::try_from(&loaded.maps.intake_sockets)?,
-            counters: MapHandle::try_from(&loaded.maps.intake_counters)?,
-            attached: None,
+            program: loaded_skeleton.progs.intake.as_fd().try_clone_to_owned()?,
+            xdp_sockets: MapHandle::try_from(&loaded_skeleton.maps.intake_sockets)?,
+            counters: MapHandle::try_from(&loaded_skeleton.maps.intake_counters)?,
+            attachment: None,
         })
     }
 
     /// Attaches the program to a device, in the driver if possible. Fails when the device has another XDP program.
     pub fn attach(&mut self, interface_index: u32) -> anyhow::Result<AttachedXdpMode> {
-        let created = XdpLink::create_in_any_mode(self.program(), interface_index);
-        let (link, attachment) = created.context("attaching the XDP program: expected no other one there")?;
-        self.attached = Some((link, attachment));
+        let created_link = XdpLink::create_in_any_mode(self.program(), interface_index);
+        let (link, attachment) = created_link.context("attaching the XDP program: expected no other one there")?;
+        self.attachment = Some((link, attachment));
         Ok(attachment)
     }
 
@@ -67,13 +77,13 @@ impl IntakeProgram {
     }
 
     /// Sets the AF_XDP socket to which requests of a receive queue are redirected. It must be bound to that queue.
-    pub fn set_socket(&self, queue: u32, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
-        let socket = (socket.as_raw_fd() as u32).to_ne_bytes();
-        self.sockets.update(&queue.to_ne_bytes(), &socket, MapFlags::ANY).context("adding an AF_XDP socket")
+    pub fn set_queue_socket(&self, queue: u32, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
+        let socket_value = (socket.as_raw_fd() as u32).to_ne_bytes();
+        self.xdp_sockets.update(&queue.to_ne_bytes(), &socket_value, MapFlags::ANY).context("adding an AF_XDP socket")
     }
 
     /// Returns the counters in the order of [`COUNTER_NAMES`], counted since the program was loaded.
     pub fn counters(&self) -> anyhow::Result<[u64; COUNTER_COUNT]> {
-        per_cpu_sums(&self.counters)
+        sum_over_cpus(&self.counters)
     }
 }

@@ -12,7 +12,7 @@ use xdp::umem::{FrameSize, UmemCfgBuilder};
 use xdp::{RingConfigBuilder, RxRing, Umem, WakableFillRing};
 
 /// Number of frames in the memory of one socket; each frame is in the fill ring or the receive ring.
-const FRAME_COUNT: u32 = 2048;
+const FRAMES_PER_SOCKET: u32 = 2048;
 /// Maximum number of frames received in one batch.
 const MAX_BATCH_FRAMES: usize = 32;
 
@@ -29,9 +29,9 @@ pub enum CopyMode {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct DropCounts {
     /// Number of frames dropped because the receive ring was full.
-    pub ring_full: u64,
+    pub receive_ring_full: u64,
     /// Number of frames dropped because the fill ring was empty.
-    pub no_buffer: u64,
+    pub fill_ring_empty: u64,
 }
 
 /// AF_XDP socket of one receive queue, with its rings and memory. The fields' order makes a drop free the memory last.
@@ -46,13 +46,18 @@ pub struct XdpQueue {
 impl XdpQueue {
     /// Binds an AF_XDP socket to a receive queue of a device. `is_native`: the XDP program runs in the driver, which
     /// uses zero-copy if it can. Fails without CAP_NET_RAW, or when the queue already has a socket.
-    pub fn bind(interface_index: u32, queue: u32, is_native: bool) -> anyhow::Result<Self> {
-        let frames = UmemCfgBuilder { frame_size: FrameSize::TwoK, frame_count: FRAME_COUNT, ..Default::default() };
-        let mut umem = Umem::map(frames.build()?).context("memory for frames")?;
+    pub fn bind_socket(interface_index: u32, queue: u32, is_native: bool) -> anyhow::Result<Self> {
+        let umem_config =
+            UmemCfgBuilder { frame_size: FrameSize::TwoK, frame_count: FRAMES_PER_SOCKET, ..Default::default() };
+        let mut umem = Umem::map(umem_config.build()?).context("memory for frames")?;
         let mut builder = XdpSocketBuilder::new()?;
-        let sizes =
-            RingConfigBuilder { rx_count: FRAME_COUNT, fill_count: FRAME_COUNT, tx_count: 0, ..Default::default() };
-        let (rings, mut flags) = builder.build_wakable_rings(&umem, sizes.build()?)?;
+        let ring_sizes = RingConfigBuilder {
+            rx_count: FRAMES_PER_SOCKET,
+            fill_count: FRAMES_PER_SOCKET,
+            tx_count: 0,
+            ..Default::default()
+        };
+        let (rings, mut flags) = builder.build_wakable_rings(&umem, ring_sizes.build()?)?;
         if !is_native {
             flags.force_copy();
         }
@@ -60,8 +65,8 @@ impl XdpQueue {
         let mut fill_ring = rings.fill_ring;
         let rx_ring = rings.rx_ring.context("a socket without a receive ring")?;
         // SAFETY: `Queue` drops the socket before the memory.
-        unsafe { fill_ring.enqueue(&mut umem, FRAME_COUNT as usize, true) }.context("the fill ring")?;
-        let copy_mode = copy_mode(fd(&socket))?;
+        unsafe { fill_ring.enqueue(&mut umem, FRAMES_PER_SOCKET as usize, true) }.context("the fill ring")?;
+        let copy_mode = query_copy_mode(fd(&socket))?;
         Ok(Self { socket, rx_ring, fill_ring, umem, copy_mode })
     }
 
@@ -73,29 +78,29 @@ impl XdpQueue {
     /// Receives a batch of frames, passes each to `accept` and returns their number. Fails if the driver cannot be
     /// woken.
     pub fn receive(&mut self, accept: &mut impl FnMut(&[u8])) -> io::Result<usize> {
-        let mut batch = StackSlab::<MAX_BATCH_FRAMES>::new();
+        let mut frame_batch = StackSlab::<MAX_BATCH_FRAMES>::new();
         // SAFETY: all frames are freed before this returns, and `Queue` drops the memory last.
-        let received = unsafe { self.rx_ring.recv(&self.umem, &mut batch) };
-        if received == 0 {
+        let received_frames = unsafe { self.rx_ring.recv(&self.umem, &mut frame_batch) };
+        if received_frames == 0 {
             return Ok(0);
         }
-        while let Some(frame) = batch.pop_back() {
+        while let Some(frame) = frame_batch.pop_back() {
             accept(&frame);
             self.umem.free_packet(frame);
         }
         // SAFETY: as above.
-        unsafe { self.fill_ring.enqueue(&mut self.umem, received, self.copy_mode == CopyMode::ZeroCopy) }?;
-        Ok(received)
+        unsafe { self.fill_ring.enqueue(&mut self.umem, received_frames, self.copy_mode == CopyMode::ZeroCopy) }?;
+        Ok(received_frames)
     }
 
     /// Returns the numbers of frames that the kernel has dropped since the socket was bound.
-    pub fn drops(&self) -> anyhow::Result<DropCounts> {
+    pub fn drop_counts(&self) -> anyhow::Result<DropCounts> {
         let statistics = self.socket.statistics()?;
-        Ok(DropCounts { ring_full: statistics.rx_ring_full, no_buffer: statistics.rx_dropped })
+        Ok(DropCounts { receive_ring_full: statistics.rx_ring_full, fill_ring_empty: statistics.rx_dropped })
     }
 
     /// Checks the state of the socket. Fails when the device was removed.
-    pub fn check(&self) -> io::Result<()> {
+    pub fn check_device(&self) -> io::Result<()> {
         match getsockopt(&self.as_fd(), sockopt::SocketError)? {
             0 => Ok(()),
             error => Err(io::Error::from_raw_os_error(error)),
@@ -120,12 +125,13 @@ fn fd(socket: &XdpSocket) -> BorrowedFd<'_> {
     unsafe { BorrowedFd::borrow_raw(socket.raw_fd()) }
 }
 
-fn copy_mode(socket: BorrowedFd<'_>) -> io::Result<CopyMode> {
+fn query_copy_mode(socket: BorrowedFd<'_>) -> io::Result<CopyMode> {
     let mut options = libc::xdp_options { flags: 0 };
-    let mut length = size_of_val(&options) as libc::socklen_t;
+    let mut option_length = size_of_val(&options) as libc::socklen_t;
     let (value, descriptor) = ((&raw mut options).cast(), socket.as_raw_fd());
-    // SAFETY: the kernel writes at most `length` bytes into the struct.
-    let result = unsafe { libc::getsockopt(descriptor, libc::SOL_XDP, libc::XDP_OPTIONS, value, &raw mut length) };
+    // SAFETY: the kernel writes at most `option_length` bytes into the struct.
+    let result =
+        unsafe { libc::getsockopt(descriptor, libc::SOL_XDP, libc::XDP_OPTIONS, value, &raw mut option_length) };
     if result < 0 {
         return Err(io::Error::last_os_error());
     }

@@ -11,95 +11,96 @@ pub struct Block {
     /// Offset of the block from the start of the memory, in bytes; never 0.
     pub offset: u32,
     /// Binary logarithm of the size in bytes.
-    order: u32,
+    size_log2: u32,
 }
 
 impl Block {
     /// Returns the block at offset `at` that was allocated for `bytes` bytes.
-    pub fn aligned(at: u32, bytes: u32) -> Self {
-        Self { offset: at, order: order_of(bytes) }
+    pub fn from_address_and_size(at: u32, bytes: u32) -> Self {
+        Self { offset: at, size_log2: size_log2_for(bytes) }
     }
 
     /// Returns the block's size in bytes.
     pub fn bytes(self) -> u32 {
-        1 << self.order
+        1 << self.size_log2
     }
 }
 
-fn order_of(bytes: u32) -> u32 {
+fn size_log2_for(bytes: u32) -> u32 {
     bytes.max(MIN_BLOCK_BYTES).next_power_of_two().trailing_zeros()
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct BuddyAllocator {
     /// Offsets of the free blocks, indexed by the binary logarithm of their size.
-    free: [BTreeSet<u32>; 32],
-    bytes: u32,
+    free_offsets_by_log2: [BTreeSet<u32>; 32],
+    memory_bytes: u32,
 }
 
 impl BuddyAllocator {
     /// Creates an allocator of `bytes` bytes (a power of two). The first block and `used` (offset, size) are in use.
     pub fn new(bytes: u32, used: impl IntoIterator<Item = (u32, u32)>) -> Self {
-        let mut blocks = Self { bytes, ..Self::default() };
-        let mut used: Vec<Block> = used.into_iter().map(|(at, bytes)| Block::aligned(at, bytes)).collect();
-        used.push(Block::aligned(0, MIN_BLOCK_BYTES));
-        used.sort_unstable();
-        used.dedup();
-        let mut end = 0;
-        for block in used {
-            blocks.free_range(end, block.offset);
-            end = end.max(block.offset + block.bytes());
+        let mut allocator = Self { memory_bytes: bytes, ..Self::default() };
+        let mut used_blocks: Vec<Block> =
+            used.into_iter().map(|(at, bytes)| Block::from_address_and_size(at, bytes)).collect();
+        used_blocks.push(Block::from_address_and_size(0, MIN_BLOCK_BYTES));
+        used_blocks.sort_unstable();
+        used_blocks.dedup();
+        let mut previous_end = 0;
+        for block in used_blocks {
+            allocator.free_range(previous_end, block.offset);
+            previous_end = previous_end.max(block.offset + block.bytes());
         }
-        blocks.free_range(end, bytes);
-        blocks
+        allocator.free_range(previous_end, bytes);
+        allocator
     }
 
     /// Grows the memory to `bytes` bytes, a power of two.
     pub fn grow(&mut self, bytes: u32) {
-        let old = std::mem::replace(&mut self.bytes, bytes);
-        self.free_range(old, bytes);
+        let old_bytes = std::mem::replace(&mut self.memory_bytes, bytes);
+        self.free_range(old_bytes, bytes);
     }
 
     /// Frees the bytes from `start` to `end`, exclusive.
     fn free_range(&mut self, mut start: u32, end: u32) {
         while start < end {
-            let aligned = if start == 0 { 31 } else { start.trailing_zeros() };
-            let fitting = (end - start).ilog2();
-            let order = aligned.min(fitting);
-            self.free(Block { offset: start, order });
-            start += 1 << order;
+            let max_aligned_log2 = if start == 0 { 31 } else { start.trailing_zeros() };
+            let max_fitting_log2 = (end - start).ilog2();
+            let size_log2 = max_aligned_log2.min(max_fitting_log2);
+            self.free(Block { offset: start, size_log2 });
+            start += 1 << size_log2;
         }
     }
 
     /// Allocates a block of at least `bytes` bytes; `None`: no free block is large enough.
     pub fn allocate(&mut self, bytes: u32) -> Option<Block> {
-        let needed = order_of(bytes);
-        let order = (needed..32).find(|order| !self.free[*order as usize].is_empty())?;
-        let at = self.free[order as usize].pop_first()?;
+        let needed_log2 = size_log2_for(bytes);
+        let free_log2 = (needed_log2..32).find(|order| !self.free_offsets_by_log2[*order as usize].is_empty())?;
+        let at = self.free_offsets_by_log2[free_log2 as usize].pop_first()?;
         // The upper halves of a larger block stay free.
-        for half in needed..order {
-            self.free[half as usize].insert(at + (1 << half));
+        for half in needed_log2..free_log2 {
+            self.free_offsets_by_log2[half as usize].insert(at + (1 << half));
         }
-        Some(Block { offset: at, order: needed })
+        Some(Block { offset: at, size_log2: needed_log2 })
     }
 
     /// Frees a block, and merges it with free neighbours.
     pub fn free(&mut self, block: Block) {
-        let Block { offset: mut at, mut order } = block;
+        let Block { offset: mut at, size_log2: mut order } = block;
         loop {
-            let buddy = at ^ 1 << order;
-            if order >= 31 || !self.free[order as usize].remove(&buddy) {
+            let buddy_offset = at ^ 1 << order;
+            if order >= 31 || !self.free_offsets_by_log2[order as usize].remove(&buddy_offset) {
                 break;
             }
             at &= !(1 << order);
             order += 1;
         }
-        self.free[order as usize].insert(at);
+        self.free_offsets_by_log2[order as usize].insert(at);
     }
 
     #[cfg(test)]
     fn free_bytes(&self) -> u64 {
-        (0..32).map(|order| (self.free[order].len() as u64) << order).sum()
+        (0..32).map(|order| (self.free_offsets_by_log2[order].len() as u64) << order).sum()
     }
 }
 
@@ -111,43 +112,45 @@ mod tests {
 
     #[test]
     fn first_block_is_never_allocated() {
-        let mut blocks = BuddyAllocator::new(1024, []);
-        let mut places: Vec<u32> = std::iter::from_fn(|| blocks.allocate(64)).map(|block| block.offset).collect();
-        places.sort_unstable();
-        assert_eq!(places, (1..16).map(|n| n * 64).collect::<Vec<_>>());
-        assert_eq!(blocks.allocate(1), None);
-        blocks.grow(2048);
-        assert_eq!(blocks.allocate(1000).map(|block| block.offset), Some(1024));
+        let mut allocator = BuddyAllocator::new(1024, []);
+        let mut block_offsets: Vec<u32> =
+            std::iter::from_fn(|| allocator.allocate(64)).map(|block| block.offset).collect();
+        block_offsets.sort_unstable();
+        assert_eq!(block_offsets, (1..16).map(|n| n * 64).collect::<Vec<_>>());
+        assert_eq!(allocator.allocate(1), None);
+        allocator.grow(2048);
+        assert_eq!(allocator.allocate(1000).map(|block| block.offset), Some(1024));
     }
 
     proptest! {
         #[test]
-        fn blocks_never_overlap_and_nothing_is_lost(
+        fn blocks_never_overlap_and_all_memory_is_freed_again(
             steps in prop::collection::vec((0u32..5000, any::<bool>(), any::<prop::sample::Index>()), 1..200),
         ) {
-            let mut blocks = BuddyAllocator::new(1 << 16, []);
-            let all = blocks.clone();
+            let mut allocator = BuddyAllocator::new(1 << 16, []);
+            let initial_allocator = allocator.clone();
             let mut allocated: Vec<(Block, u32)> = Vec::new();
             for (bytes, free, which) in steps {
                 if free && !allocated.is_empty() {
-                    blocks.free(allocated.swap_remove(which.index(allocated.len())).0);
-                } else if let Some(block) = blocks.allocate(bytes) {
-                    prop_assert!(block.offset > 0 && block.offset + bytes <= 1 << 16 && 1 << block.order >= bytes);
-                    let apart = |(other, _): &(Block, u32)| {
-                        block.offset + (1 << block.order) <= other.offset
-                            || other.offset + (1 << other.order) <= block.offset
+                    allocator.free(allocated.swap_remove(which.index(allocated.len())).0);
+                } else if let Some(block) = allocator.allocate(bytes) {
+                    prop_assert!(block.offset > 0 && block.offset + bytes <= 1 << 16 && 1 << block.size_log2 >= bytes);
+                    let is_disjoint = |(other, _): &(Block, u32)| {
+                        block.offset + (1 << block.size_log2) <= other.offset
+                            || other.offset + (1 << other.size_log2) <= block.offset
                     };
-                    prop_assert!(allocated.iter().all(apart));
+                    prop_assert!(allocated.iter().all(is_disjoint));
                     allocated.push((block, bytes));
                 }
-                let used: u64 = allocated.iter().map(|(block, _)| 1u64 << block.order).sum();
-                prop_assert_eq!(blocks.free_bytes() + used, all.free_bytes());
+                let used_bytes: u64 = allocated.iter().map(|(block, _)| 1u64 << block.size_log2).sum();
+                prop_assert_eq!(allocator.free_bytes() + used_bytes, initial_allocator.free_bytes());
             }
             // An allocator from the same used blocks, as after a take-over, has the same state.
-            let again = BuddyAllocator::new(1 << 16, allocated.iter().map(|(block, bytes)| (block.offset, *bytes)));
-            prop_assert_eq!(&again, &blocks);
-            allocated.into_iter().for_each(|(block, _)| blocks.free(block));
-            prop_assert_eq!(blocks, all);
+            let rebuilt_allocator = BuddyAllocator::new(1 << 16,
+                allocated.iter().map(|(block, bytes)| (block.offset, *bytes)));
+            prop_assert_eq!(&rebuilt_allocator, &allocator);
+            allocated.into_iter().for_each(|(block, _)| allocator.free(block));
+            prop_assert_eq!(allocator, initial_allocator);
         }
     }
 }

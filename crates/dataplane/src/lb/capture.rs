@@ -17,10 +17,10 @@ use libbpf_rs::{MapHandle, PerfBuffer, PerfBufferBuilder, libbpf_sys};
 use zerocopy::FromBytes as _;
 
 use super::link::XdpLink;
-use super::program::{CapturedService, Maps};
-use super::servers::{members, resolved_mac, server_entry};
-use super::services::{read_services, service_names};
-use super::{COUNTER_NAMES, ServiceIndex, program};
+use super::program::{CaptureTarget, Maps};
+use super::servers::{member_ids, resolved_mac, server_entry};
+use super::services::{read_services, services_with_names};
+use super::{COUNTER_NAMES, ServiceIndex};
 use crate::mac::MacAddress;
 
 /// Options of a packet capture.
@@ -31,7 +31,7 @@ pub struct Options {
     /// Service whose packets are captured.
     pub service: ServiceAddress,
     /// Maximum number of captured bytes of a frame, at least 1.
-    pub capture_length: u32,
+    pub max_captured_bytes: u32,
 }
 
 /// Captured packet, with the program's decision about it.
@@ -63,20 +63,20 @@ pub enum Destination {
     /// Load balancer with this owner number.
     LoadBalancer(u8),
     /// All servers: the packet was broadcast.
-    AllServers,
+    Broadcast,
     /// Unknown destination: no server of the service has this MAC address (any more).
-    Unknown(MacAddress),
+    UnknownMac(MacAddress),
 }
 
 /// Running capture of packets; dropping the value ends the capture.
 pub struct Capture {
     options: Options,
     maps: Maps,
-    link: XdpLink,
-    service: ServiceIndex,
-    attached: AttachedCapture,
-    last_check: Instant,
-    servers: HashMap<MacAddress, Vec<ServerId>>,
+    pinned_link: XdpLink,
+    service_index: ServiceIndex,
+    attached_capture: AttachedCapture,
+    last_program_check: Instant,
+    servers_by_mac: HashMap<MacAddress, Vec<ServerId>>,
     records: Rc<RefCell<CaptureRecords>>,
 }
 
@@ -84,77 +84,82 @@ pub struct Capture {
 struct AttachedCapture {
     replaced_program: OwnedFd,
     /// Id of the attached variant. If the device has a program of another id, the daemon has attached a newer one.
-    program_id: u32,
-    buffer: PerfBuffer<'static>,
+    capture_program_id: u32,
+    perf_buffer: PerfBuffer<'static>,
     /// Map of the perf buffer, held because closing it would remove the buffers that it inserted.
-    _captured: MapHandle,
+    _perf_buffer_map: MapHandle,
 }
 
 /// Records from the perf buffer.
 #[derive(Default)]
 struct CaptureRecords {
     /// Packets whose arrival was recorded but not yet the decision about them, by CPU.
-    undecided_by_cpu: HashMap<i32, (intf::captured_packet, Vec<u8>)>,
+    undecided_packets_by_cpu: HashMap<i32, (intf::captured_packet, Vec<u8>)>,
     complete_records: Vec<(intf::captured_packet, Vec<u8>, intf::captured_packet, Vec<u8>)>,
-    lost_records: u64,
+    lost_record_count: u64,
 }
 
 /// Size of each CPU's perf buffer in pages.
-const BUFFER_PAGE_COUNT: usize = 1024;
+const PERF_BUFFER_PAGE_COUNT: usize = 1024;
 /// Interval at which the capture checks whether the daemon has attached another program.
-const CHECK_INTERVAL: Duration = Duration::from_millis(500);
+const PROGRAM_CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
 impl Capture {
     /// Replaces the program of the load balancer in `pin_directory` by the capturing variant. Fails when no load
     /// balancer is pinned there, or the load balancer lacks the service or was loaded by another version of coreward.
     pub fn start(options: Options) -> anyhow::Result<Self> {
-        ensure!(options.capture_length > 0, "a capture of 0 bytes of each packet: expected at least 1");
-        let pins = program::existing_pin_directory(&options.pin_directory)?;
-        let Some(link) = XdpLink::open_pinned(&pins.join("link"))? else {
+        ensure!(options.max_captured_bytes > 0, "a capture of 0 bytes of each packet: expected at least 1");
+        let lb_directory = super::pin_directory::find_pin_directory(&options.pin_directory)?;
+        let Some(link) = XdpLink::open_pinned(&lb_directory.join("link"))? else {
             bail!("{}: no load balancer is attached here", options.pin_directory.display());
         };
-        let maps = Maps::take_over(&pins)?;
+        let maps = Maps::take_over(&lb_directory)?;
         let services = read_services(&maps);
         let Some(service) = services.get(&options.service).map(|service| service.index) else {
-            let known: Vec<String> = services.keys().map(ToString::to_string).collect();
-            bail!("no service {}: expected one of {}", options.service, known.join(", "));
+            let known_services: Vec<String> = services.keys().map(ToString::to_string).collect();
+            bail!("no service {}: expected one of {}", options.service, known_services.join(", "));
         };
         let records = Rc::new(RefCell::new(CaptureRecords::default()));
-        let attached = AttachedCapture::new(&options, &maps, &link, service, &records)?;
+        let attached_capture = AttachedCapture::new(&options, &maps, &link, service, &records)?;
         let mut capture = Self {
             options,
             maps,
-            link,
-            service,
-            attached,
-            last_check: Instant::now(),
-            servers: HashMap::new(),
+            pinned_link: link,
+            service_index: service,
+            attached_capture,
+            last_program_check: Instant::now(),
+            servers_by_mac: HashMap::new(),
             records,
         };
-        capture.read_servers();
+        capture.update_servers_by_mac();
         Ok(capture)
     }
 
     /// Waits for packets, at most `timeout`, and passes each to `sink`. The packets of one CPU keep their order. Fails
     /// when the load balancer was detached during the capture.
     pub fn poll(&mut self, timeout: Duration, sink: &mut dyn FnMut(CapturedPacket)) -> anyhow::Result<()> {
-        if self.last_check.elapsed() >= CHECK_INTERVAL {
-            self.last_check = Instant::now();
-            if self.link.program_id()? != self.attached.program_id {
+        if self.last_program_check.elapsed() >= PROGRAM_CHECK_INTERVAL {
+            self.last_program_check = Instant::now();
+            if self.pinned_link.program_id()? != self.attached_capture.capture_program_id {
                 // The daemon may have replaced the connection table by one of another size.
-                self.maps = Maps::take_over(&program::existing_pin_directory(&self.options.pin_directory)?)?;
-                self.attached =
-                    AttachedCapture::new(&self.options, &self.maps, &self.link, self.service, &self.records)?;
+                self.maps = Maps::take_over(&super::pin_directory::find_pin_directory(&self.options.pin_directory)?)?;
+                self.attached_capture = AttachedCapture::new(
+                    &self.options,
+                    &self.maps,
+                    &self.pinned_link,
+                    self.service_index,
+                    &self.records,
+                )?;
             }
         }
-        match self.attached.buffer.poll(timeout) {
+        match self.attached_capture.perf_buffer.poll(timeout) {
             // A signal interrupted the wait: the caller handles it.
             Err(error) if error.kind() == libbpf_rs::ErrorKind::Interrupted => {}
             outcome => outcome.context("reading what was captured")?,
         }
-        let whole = std::mem::take(&mut self.records.borrow_mut().complete_records);
-        for (came, arrived, decided, left) in whole {
-            let destination = self.destination(decided.action, &left);
+        let complete_records = std::mem::take(&mut self.records.borrow_mut().complete_records);
+        for (came, arrived, decided, left) in complete_records {
+            let destination = self.classify_destination(decided.action, &left);
             sink(CapturedPacket {
                 time: Duration::from_nanos(came.time_ns),
                 length: came.length,
@@ -168,11 +173,11 @@ impl Capture {
     }
 
     /// Returns the number of records that were lost because the perf buffer was full.
-    pub fn lost_records(&self) -> u64 {
-        self.records.borrow().lost_records
+    pub fn lost_record_count(&self) -> u64 {
+        self.records.borrow().lost_record_count
     }
 
-    fn destination(&mut self, action: u32, left: &[u8]) -> Destination {
+    fn classify_destination(&mut self, action: u32, left: &[u8]) -> Destination {
         match action {
             libbpf_sys::XDP_PASS => return Destination::Kernel,
             libbpf_sys::XDP_TX => {}
@@ -180,30 +185,30 @@ impl Capture {
         }
         let Some(mac) = left.first_chunk().map(|octets| MacAddress(*octets)) else { return Destination::Dropped };
         if mac.0 == [0xff; 6] {
-            return Destination::AllServers;
+            return Destination::Broadcast;
         }
-        if !self.servers.contains_key(&mac) {
-            self.read_servers();
+        if !self.servers_by_mac.contains_key(&mac) {
+            self.update_servers_by_mac();
         }
-        if let Some(ids) = self.servers.get(&mac) {
+        if let Some(ids) = self.servers_by_mac.get(&mac) {
             return Destination::Server(mac, ids.clone());
         }
-        match self.owner_with(mac) {
+        match self.load_balancer_with_mac(mac) {
             Some(owner) => Destination::LoadBalancer(owner),
-            None => Destination::Unknown(mac),
+            None => Destination::UnknownMac(mac),
         }
     }
 
-    fn read_servers(&mut self) {
-        self.servers.clear();
-        for server in members(&self.maps, self.service) {
-            if let Some(mac) = resolved_mac(server_entry(&self.maps, self.service, server)) {
-                self.servers.entry(mac).or_default().push(server);
+    fn update_servers_by_mac(&mut self) {
+        self.servers_by_mac.clear();
+        for server in member_ids(&self.maps, self.service_index) {
+            if let Some(mac) = resolved_mac(server_entry(&self.maps, self.service_index, server)) {
+                self.servers_by_mac.entry(mac).or_default().push(server);
             }
         }
     }
 
-    fn owner_with(&self, mac: MacAddress) -> Option<u8> {
+    fn load_balancer_with_mac(&self, mac: MacAddress) -> Option<u8> {
         let at = |owner: u8| offset_of!(intf::lb_state, owners) + usize::from(owner) * size_of::<intf::server_entry>();
         (0..intf::MAX_OWNERS as u8).find(|owner| resolved_mac(self.maps.state.load(at(*owner))) == Some(mac))
     }
@@ -218,32 +223,33 @@ impl AttachedCapture {
         records: &Rc<RefCell<CaptureRecords>>,
     ) -> anyhow::Result<Self> {
         let vip = options.service.socket;
-        let replaced_program = program_descriptor(link.program_id()?)?;
-        let protocol = options.service.protocol;
-        let watched = CapturedService { vip, protocol, service, length: options.capture_length };
-        let (variant, captured) = maps.load_capturing(replaced_program.as_fd(), &watched)?;
+        let replaced_program = program_fd_by_id(link.program_id()?)?;
+        let vip_protocol = options.service.protocol;
+        let captured_service =
+            CaptureTarget { vip, protocol: vip_protocol, service, length: options.max_captured_bytes };
+        let (variant, captured) = maps.load_capturing_program(replaced_program.as_fd(), &captured_service)?;
         let (on_record, on_loss) = (records.clone(), records.clone());
-        let buffer = PerfBufferBuilder::new(&captured)
-            .pages(BUFFER_PAGE_COUNT)
-            .sample_cb(move |cpu, data: &[u8]| on_record.borrow_mut().read_record(cpu, data))
-            .lost_cb(move |_, count| on_loss.borrow_mut().lost_records += count)
+        let perf_buffer = PerfBufferBuilder::new(&captured)
+            .pages(PERF_BUFFER_PAGE_COUNT)
+            .sample_cb(move |cpu, data: &[u8]| on_record.borrow_mut().add_record(cpu, data))
+            .lost_cb(move |_, count| on_loss.borrow_mut().lost_record_count += count)
             .build()
             .context("the perf buffer")?;
         link.replace(variant.as_fd()).context("replacing the program at the device")?;
-        Ok(Self { replaced_program, program_id: link.program_id()?, buffer, _captured: captured })
+        Ok(Self { replaced_program, capture_program_id: link.program_id()?, perf_buffer, _perf_buffer_map: captured })
     }
 }
 
 /// Restores the replaced program, unless the daemon has attached another one.
 impl Drop for Capture {
     fn drop(&mut self) {
-        let put_back = || -> anyhow::Result<()> {
-            if self.link.program_id()? == self.attached.program_id {
-                self.link.replace(self.attached.replaced_program.as_fd())?;
+        let restore_program = || -> anyhow::Result<()> {
+            if self.pinned_link.program_id()? == self.attached_capture.capture_program_id {
+                self.pinned_link.replace(self.attached_capture.replaced_program.as_fd())?;
             }
             Ok(())
         };
-        if let Err(error) = put_back() {
+        if let Err(error) = restore_program() {
             tracing::warn!(
                 event = "program-not-restored",
                 error = format!("{error:#}"),
@@ -255,20 +261,20 @@ impl Drop for Capture {
 
 impl CaptureRecords {
     /// Stores one record of the perf buffer: a `struct captured_packet`, followed by bytes of the packet.
-    fn read_record(&mut self, cpu: i32, data: &[u8]) {
+    fn add_record(&mut self, cpu: i32, data: &[u8]) {
         let Ok((packet, rest)) = intf::captured_packet::read_from_prefix(data) else { return };
-        let bytes = rest[..rest.len().min(packet.captured_length as usize)].to_vec();
+        let captured_bytes = rest[..rest.len().min(packet.captured_length as usize)].to_vec();
         if packet.action == intf::CAPTURE_ARRIVED {
-            self.undecided_by_cpu.insert(cpu, (packet, bytes));
-        } else if let Some((came, arrived)) = self.undecided_by_cpu.remove(&cpu)
+            self.undecided_packets_by_cpu.insert(cpu, (packet, captured_bytes));
+        } else if let Some((came, arrived)) = self.undecided_packets_by_cpu.remove(&cpu)
             && came.sequence == packet.sequence
         {
-            self.complete_records.push((came, arrived, packet, bytes));
+            self.complete_records.push((came, arrived, packet, captured_bytes));
         }
     }
 }
 
-fn program_descriptor(id: u32) -> anyhow::Result<OwnedFd> {
+fn program_fd_by_id(id: u32) -> anyhow::Result<OwnedFd> {
     // SAFETY: the function takes no pointer.
     let result = unsafe { libbpf_sys::bpf_prog_get_fd_by_id(id) };
     ensure!(result >= 0, "program {id}: {}", std::io::Error::from_raw_os_error(-result));
@@ -279,6 +285,6 @@ fn program_descriptor(id: u32) -> anyhow::Result<OwnedFd> {
 /// Returns the services of the load balancer in `pin_directory`, with their configured names. Fails when no load
 /// balancer is pinned there.
 pub fn services(pin_directory: &Path) -> anyhow::Result<Vec<(ServiceAddress, String)>> {
-    let maps = Maps::take_over(&program::existing_pin_directory(pin_directory)?)?;
-    Ok(service_names(&maps))
+    let maps = Maps::take_over(&super::pin_directory::find_pin_directory(pin_directory)?)?;
+    Ok(services_with_names(&maps))
 }

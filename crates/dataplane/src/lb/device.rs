@@ -8,7 +8,7 @@ use anyhow::{Context as _, bail};
 use coreward_intf as intf;
 
 use super::link::{self, XdpLink};
-use super::variant::Variant;
+use super::variant::ProgramVariant;
 use super::{AttachedXdpMode, LoadBalancer, XdpMode, pinned_program_id};
 use crate::device;
 use crate::mac::MacAddress;
@@ -22,52 +22,54 @@ impl LoadBalancer {
     /// has another XDP program, or the pinned state is of another interface. Also fails when `mode` is
     /// [`XdpMode::Native`] and the driver cannot run XDP.
     pub fn attach(&mut self, interface: &str, mode: XdpMode) -> anyhow::Result<AttachedXdpMode> {
-        let index =
-            nix::net::if_::if_nametoindex(interface).map_err(|_| anyhow::anyhow!(no_such_interface(interface)))?;
-        self.interface = Some(interface.to_string());
-        self.refresh_own_mac()?;
+        let interface_index = nix::net::if_::if_nametoindex(interface)
+            .map_err(|_| anyhow::anyhow!(missing_interface_error(interface)))?;
+        self.attached_interface = Some(interface.to_string());
+        self.refresh_interface_addresses()?;
         if let Some(link) = &self.pending_upgrade {
-            let found = link.interface_index()?;
+            let attached_index = link.interface_index()?;
             anyhow::ensure!(
-                found == index,
-                "what another version pinned is at the interface of index {found}, not at {interface:?} (index \
-                 {index}): \
+                attached_index == interface_index,
+                "what another version pinned is at the interface of index {attached_index}, not at {interface:?} \
+                 (index \
+                 {interface_index}): \
                  detach it first, or use another pin directory"
             );
             return Ok(if self.variant.counters_by_cpu { AttachedXdpMode::Generic } else { AttachedXdpMode::Native });
         }
-        if let Some(link) = &self.link {
+        if let Some(link) = &self.xdp_link {
             match link.interface_index()? {
                 0 => tracing::warn!(
                     event = "device-gone",
                     interface,
                     "the device of the pinned program is gone: the load balancer attaches its program again"
                 ),
-                found if found == index => return self.replace_pinned(mode),
+                found if found == interface_index => return self.replace_pinned_program(mode),
                 found => bail!(
-                    "what is pinned in {} is at the interface of index {found}, not at {interface:?} (index {index}): \
+                    "what is pinned in {} is at the interface of index {found}, not at {interface:?} (index \
+                     {interface_index}): \
                      detach it first, or use another pin directory",
-                    self.lb_pin_directory.as_deref().unwrap_or(Path::new("")).display()
+                    self.lb_directory.as_deref().unwrap_or(Path::new("")).display()
                 ),
             }
-            self.link = None;
+            self.xdp_link = None;
         }
-        let attachment = self.attach_new(interface, index, mode)?;
-        if let (Some(pins), Some(link)) = (&self.lb_pin_directory, &self.link) {
+        let attached_mode = self.attach_new_link(interface, interface_index, mode)?;
+        if let (Some(pins), Some(link)) = (&self.lb_directory, &self.xdp_link) {
             link::unpin(&pins.join("link"))?;
             link.pin(&pins.join("link"))?;
         }
-        Ok(attachment)
+        Ok(attached_mode)
     }
 
-    fn replace_pinned(&mut self, mode: XdpMode) -> anyhow::Result<AttachedXdpMode> {
-        let link = self.link.as_ref().expect("a pinned link");
-        link.replace(self.program.as_fd()).context("replacing the program at the device")?;
+    fn replace_pinned_program(&mut self, mode: XdpMode) -> anyhow::Result<AttachedXdpMode> {
+        let pinned_link = self.xdp_link.as_ref().expect("a pinned link");
+        pinned_link.replace(self.program.as_fd()).context("replacing the program at the device")?;
         let attachment = if self.variant.counters_by_cpu { AttachedXdpMode::Generic } else { AttachedXdpMode::Native };
         if mode != XdpMode::Auto && (mode == XdpMode::Generic) != (attachment == AttachedXdpMode::Generic) {
             tracing::warn!(
                 event = "xdp-mode-kept",
-                interface = self.interface,
+                interface = self.attached_interface,
                 ?attachment,
                 "the pinned program keeps its XDP mode: to apply `xdp_mode`, run `coreward lb --detach` first"
             );
@@ -75,17 +77,17 @@ impl LoadBalancer {
         Ok(attachment)
     }
 
-    fn attach_new(&mut self, interface: &str, index: u32, mode: XdpMode) -> anyhow::Result<AttachedXdpMode> {
+    fn attach_new_link(&mut self, interface: &str, index: u32, mode: XdpMode) -> anyhow::Result<AttachedXdpMode> {
         // The other end of the veth would not receive the frames that native XDP sends.
-        let is_cut_off = mode == XdpMode::Auto && veth::peer_has_xdp(index) == Some(false);
-        if is_cut_off {
+        let peer_has_no_xdp = mode == XdpMode::Auto && veth::peer_has_native_xdp(index) == Some(false);
+        if peer_has_no_xdp {
             tracing::warn!(
                 event = "generic-xdp",
                 interface,
                 "the other end of the veth has no XDP program: the load balancer uses generic XDP, which is slower"
             );
         } else if mode != XdpMode::Generic {
-            match self.attach_in(AttachedXdpMode::Native, interface, index) {
+            match self.attach_in_mode(AttachedXdpMode::Native, interface, index) {
                 Err(error) if mode == XdpMode::Auto => {
                     tracing::warn!(
                         event = "generic-xdp",
@@ -97,37 +99,39 @@ impl LoadBalancer {
                 other => return other,
             }
         }
-        self.attach_in(AttachedXdpMode::Generic, interface, index)
+        self.attach_in_mode(AttachedXdpMode::Generic, interface, index)
     }
 
-    fn attach_in(
+    fn attach_in_mode(
         &mut self,
         attachment: AttachedXdpMode,
         interface: &str,
         index: u32,
     ) -> anyhow::Result<AttachedXdpMode> {
         let counters_by_cpu = attachment == AttachedXdpMode::Generic;
-        self.change_variant(Variant { counters_by_cpu, ..self.variant })?;
-        let link =
+        self.load_variant(ProgramVariant { counters_by_cpu, ..self.variant })?;
+        let new_link =
             XdpLink::create(self.program.as_fd(), index, attachment).map_err(|error| match error.raw_os_error() {
-                Some(libc::EBUSY | libc::EEXIST) => anyhow::anyhow!(self.describe_foreign_program(interface, index)),
+                Some(libc::EBUSY | libc::EEXIST) => anyhow::anyhow!(self.foreign_program_error(interface, index)),
                 _ => anyhow::Error::from(error).context(format!("{attachment:?} XDP at interface {interface:?}")),
             })?;
-        self.link = Some(link);
+        self.xdp_link = Some(new_link);
         Ok(attachment)
     }
 
     /// Returns an error message about an XDP program of someone else on the interface: its origin and the remedy.
-    fn describe_foreign_program(&self, interface: &str, index: u32) -> String {
-        let own = self.lb_pin_directory.as_deref().and_then(Path::parent);
-        let others = own.map(|own| pins::other_directories(own, "lb/link")).unwrap_or_default();
+    fn foreign_program_error(&self, interface: &str, index: u32) -> String {
+        let own_pin_directory = self.lb_directory.as_deref().and_then(Path::parent);
+        let other_pin_directories =
+            own_pin_directory.map(|own| pins::other_pin_directories(own, "lb/link")).unwrap_or_default();
         // Program ids are compared because an interface index may be one of another network namespace.
-        let xdp = device::query_xdp_state(index).unwrap_or_default();
-        let at_device = |directory: &&PathBuf| {
-            let program = pinned_program_id(directory).ok().flatten();
-            program.is_some() && (program == xdp.native_program_id || program == xdp.generic_program_id)
+        let xdp_state = device::query_xdp_state(index).unwrap_or_default();
+        let is_attached_here = |directory: &&PathBuf| {
+            let pinned_program = pinned_program_id(directory).ok().flatten();
+            pinned_program.is_some()
+                && (pinned_program == xdp_state.native_program_id || pinned_program == xdp_state.generic_program_id)
         };
-        match others.iter().find(at_device) {
+        match other_pin_directories.iter().find(is_attached_here) {
             Some(directory) => format!(
                 "interface {interface:?} has the program of a load balancer that is pinned in {directory}: expected \
                  `pin_directory` to be that, or first `coreward lb --detach` with that in its file",
@@ -141,41 +145,43 @@ impl LoadBalancer {
 
     /// Updates the MAC address, other addresses and MTU from the attached interface. The program ignores frames to
     /// other MAC addresses. To be called often, as the operator may change them. Fails when the interface was removed.
-    pub fn refresh_own_mac(&mut self) -> anyhow::Result<()> {
-        let interface = self.interface.as_deref().context("not attached")?;
-        let mac = mac_of(interface)?.with_context(|| match nix::net::if_::if_nametoindex(interface) {
+    pub fn refresh_interface_addresses(&mut self) -> anyhow::Result<()> {
+        let interface = self.attached_interface.as_deref().context("not attached")?;
+        let interface_mac = mac_of(interface)?.with_context(|| match nix::net::if_::if_nametoindex(interface) {
             Ok(_) => format!("interface {interface:?} has no MAC address"),
-            Err(_) => no_such_interface(interface),
+            Err(_) => missing_interface_error(interface),
         })?;
-        let mtu = device::mtu(interface).with_context(|| format!("the MTU of interface {interface:?}"))?;
-        let vip_vlan = self.variant.vlans.vip;
-        let devices = vlan_device::names(interface, self.server_vlans.iter().copied().chain([vip_vlan]));
-        let tagged = devices.iter().filter(|(vlan, _)| vlan.is_tagged());
-        let mtu = tagged.filter_map(|(_, device)| device::mtu(device).ok()).fold(mtu, u32::min);
+        let interface_mtu = device::mtu(interface).with_context(|| format!("the MTU of interface {interface:?}"))?;
+        let vip_vlan = self.variant.vlan_settings.vip;
+        let vlan_devices = vlan_device::names(interface, self.server_vlans.iter().copied().chain([vip_vlan]));
+        let tagged_devices = vlan_devices.iter().filter(|(vlan, _)| vlan.is_tagged());
+        let smallest_mtu =
+            tagged_devices.filter_map(|(_, device)| device::mtu(device).ok()).fold(interface_mtu, u32::min);
         // Without a device for the VIPs' VLAN, the interface itself has this host's address.
-        let sources = neighbour::outer_sources(devices.get(&vip_vlan).map_or(interface, String::as_str));
-        self.set_own_mac(mac);
-        self.set_outer_header(sources, mtu);
+        let outer_source_addresses =
+            neighbour::outer_source_addresses(vlan_devices.get(&vip_vlan).map_or(interface, String::as_str));
+        self.set_own_mac(interface_mac);
+        self.set_outer_header(outer_source_addresses, smallest_mtu);
         Ok(())
     }
 
     /// Sets the MAC address from which frames are sent and to which frames are accepted. [`attach`](Self::attach) sets
     /// it to the device's address.
     pub fn set_own_mac(&mut self, mac: MacAddress) {
-        self.maps.state.store(offset_of!(intf::lb_state, own_mac_shifted), mac.word() << 16);
+        self.maps.state.store(offset_of!(intf::lb_state, own_mac_shifted), mac.to_word() << 16);
     }
 }
 
-fn no_such_interface(interface: &str) -> String {
+fn missing_interface_error(interface: &str) -> String {
     format!("interface {interface:?} does not exist")
 }
 
 /// Returns the MAC address of an interface. /sys is not used because it may show another network namespace.
 pub(crate) fn mac_of(interface: &str) -> anyhow::Result<Option<MacAddress>> {
-    let addresses = nix::ifaddrs::getifaddrs().context("reading the interfaces' addresses")?;
-    let mac = addresses.filter(|entry| entry.interface_name == interface).find_map(|entry| {
-        let address = entry.address?;
-        address.as_link_addr()?.addr()
+    let interface_addresses = nix::ifaddrs::getifaddrs().context("reading the interfaces' addresses")?;
+    let mac = interface_addresses.filter(|entry| entry.interface_name == interface).find_map(|entry| {
+        let link_address = entry.address?;
+        link_address.as_link_addr()?.addr()
     });
     Ok(mac.map(MacAddress))
 }

@@ -6,9 +6,9 @@ use std::mem::offset_of;
 
 use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
-use coreward_model::consistency::Timestamps;
-use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
-use coreward_model::lb_stamping::{MIN_AGREEING_SYN_ACKS, SERVER_ID_COUNT, can_name};
+use coreward_model::consistency::TimestampOrigin;
+use coreward_model::cookie::{CookieKey, FleetCookieKeys, KeyIndex};
+use coreward_model::lb_stamping::{MIN_AGREEING_SYN_ACKS, STAMPABLE_SERVER_ID_COUNT, can_carry_server_id};
 use coreward_model::{ServerId, key_activation};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 use zerocopy::{FromBytes as _, IntoBytes as _};
@@ -30,9 +30,9 @@ pub struct ServerClock {
     /// Number of new connections sent to the server.
     pub opened_connections: u64,
     /// Number of SYN-ACKs from the server that passed this load balancer.
-    pub syn_acks: u64,
+    pub syn_ack_count: u64,
     /// Number of the server's SYN-ACKs that had TCP timestamps.
-    pub with_timestamps: u64,
+    pub timestamped_syn_acks: u64,
     /// Number of replies whose clock differed from that of the connection before.
     pub disagreeing_replies: u64,
 }
@@ -41,48 +41,50 @@ pub struct ServerClock {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ClockState {
     /// Stamped: all connections of the server share one clock.
-    Known,
+    SharedClock,
     /// Stamped: each connection has its own clock, which grows by 1 per ms.
     PerConnection,
     /// Undecided: more connections are needed.
     Learning,
     /// Not stamped: none of the server's replies has passed this load balancer.
-    Unseen,
+    NoReplies,
     /// Not stamped: the server's replies have no TCP timestamps.
     NoTimestamps,
     /// Not stamped: each connection has a separate clock, which does not grow by 1 per ms or has not been measured.
-    Differs,
+    Unusable,
 }
 
 impl ClockState {
     /// Returns the state's name, as the controller prints it.
     pub fn name(self) -> &'static str {
         match self {
-            ClockState::Known => "known",
+            ClockState::SharedClock => "known",
             ClockState::PerConnection => "per-connection",
             ClockState::Learning => "learning",
-            ClockState::Unseen => "unseen",
+            ClockState::NoReplies => "unseen",
             ClockState::NoTimestamps => "no-timestamps",
-            ClockState::Differs => "differs",
+            ClockState::Unusable => "differs",
         }
     }
 }
 
 /// Number of disagreeing replies after which a clock that no sample measured counts as [`ClockState::Unusable`].
-const MAX_UNMEASURED_ANSWERS: u64 = 100;
+const MAX_UNMEASURED_DISAGREEMENTS: u64 = 100;
 
 impl ServerClock {
     /// Returns the state of the clock that follows from the measurements.
     pub fn state(&self) -> ClockState {
         if self.agreeing_connections >= MIN_AGREEING_SYN_ACKS {
-            ClockState::Known
+            ClockState::SharedClock
         } else if self.steady_samples >= MIN_AGREEING_SYN_ACKS {
             ClockState::PerConnection
-        } else if self.syn_acks == 0 {
-            ClockState::Unseen
-        } else if self.is_unsteady || (self.steady_samples == 0 && self.disagreeing_replies >= MAX_UNMEASURED_ANSWERS) {
-            ClockState::Differs
-        } else if self.with_timestamps == 0 && self.syn_acks >= u64::from(MIN_AGREEING_SYN_ACKS) {
+        } else if self.syn_ack_count == 0 {
+            ClockState::NoReplies
+        } else if self.is_unsteady
+            || (self.steady_samples == 0 && self.disagreeing_replies >= MAX_UNMEASURED_DISAGREEMENTS)
+        {
+            ClockState::Unusable
+        } else if self.timestamped_syn_acks == 0 && self.syn_ack_count >= u64::from(MIN_AGREEING_SYN_ACKS) {
             ClockState::NoTimestamps
         } else {
             ClockState::Learning
@@ -92,10 +94,10 @@ impl ServerClock {
     /// Returns the reason why the server's new connections are not stamped, and the remedy; `None`: they are stamped,
     /// or it is not decided yet.
     pub fn problem(&self) -> Option<String> {
-        const FALLBACK: &str = "its connections use the flow table";
+        const FALLBACK_NOTE: &str = "its connections use the flow table";
         match self.state() {
-            ClockState::Known | ClockState::PerConnection | ClockState::Learning => None,
-            ClockState::Unseen => (self.opened_connections >= u64::from(MIN_AGREEING_SYN_ACKS)).then(|| {
+            ClockState::SharedClock | ClockState::PerConnection | ClockState::Learning => None,
+            ClockState::NoReplies => (self.opened_connections >= u64::from(MIN_AGREEING_SYN_ACKS)).then(|| {
                 format!(
                     "{} new connections went to it, but none of its replies passes here: expected its route to the \
                      clients \
@@ -104,20 +106,22 @@ impl ServerClock {
                 )
             }),
             ClockState::NoTimestamps => Some(format!(
-                "none of its {} SYN-ACKs has TCP timestamps, so {FALLBACK}: expected net.ipv4.tcp_timestamps = 1 or 2 \
+                "none of its {} SYN-ACKs has TCP timestamps, so {FALLBACK_NOTE}: expected net.ipv4.tcp_timestamps = 1 \
+                 or 2 \
                  there",
-                self.syn_acks
+                self.syn_ack_count
             )),
-            ClockState::Differs if self.is_unsteady => Some(format!(
-                "the TSval of its answers does not grow by 1 per ms, so {FALLBACK}: expected a clock of 1 ms (Linux \
+            ClockState::Unusable if self.is_unsteady => Some(format!(
+                "the TSval of its answers does not grow by 1 per ms, so {FALLBACK_NOTE}: expected a clock of 1 ms \
+                 (Linux \
                  has it, without `features tcp_usec_ts` in its routes)"
             )),
-            ClockState::Differs => Some(format!(
+            ClockState::Unusable => Some(format!(
                 "{} of its {} SYN-ACKs have another clock than the one before, and no connection sent answers {} ms \
-                 apart, which would show the clock, so {FALLBACK}: expected longer connections, or \
+                 apart, which would show the clock, so {FALLBACK_NOTE}: expected longer connections, or \
                  net.ipv4.tcp_timestamps = 2 there",
                 self.disagreeing_replies,
-                self.with_timestamps,
+                self.timestamped_syn_acks,
                 intf::LB_STAMPING_SAMPLE_MS
             )),
         }
@@ -126,76 +130,77 @@ impl ServerClock {
 
 /// Numbers of established packets of a service with LB-side stamping, by the way their server was found.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct StampedPackets {
+pub struct StampedPacketCounts {
     /// Number of packets whose server was found by their cookie.
-    pub by_cookie: u64,
+    pub found_by_cookie: u64,
     /// Number of packets whose server was found in the flow table.
-    pub by_flow_table: u64,
+    pub found_in_flow_table: u64,
 }
 
 /// Error for a server id that is too large for LB-side stamping.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("server id {0}: timestamps by the load balancer need ids from 0 to {max}", max = SERVER_ID_COUNT - 1)]
+#[error("server id {0}: timestamps by the load balancer need ids from 0 to {max}", max = STAMPABLE_SERVER_ID_COUNT - 1)]
 pub struct ServerIdTooLarge(ServerId);
 
 impl LoadBalancer {
     /// Sets the key that masks the time part of a service's cookies. All load balancers need the same key, and it must
     /// not change while the service has connections.
     pub fn set_time_key(&mut self, service: ServiceIndex, key: CookieKey) {
-        let key = key.to_bpf_key();
-        self.maps.state.write(service_state_offset(service) + offset_of!(intf::service_state, time_key), &key);
+        let bpf_key = key.to_bpf_key();
+        self.maps.state.write(service_state_offset(service) + offset_of!(intf::service_state, time_key), &bpf_key);
     }
 
     /// Returns the TSval, by this machine's clock in ms, from which the current key of `new` applies.
-    pub(super) fn switch_ms(&self, new: &FleetKeys) -> u32 {
+    pub(super) fn key_switch_ms(&self, new: &FleetCookieKeys) -> u32 {
         let now_ms = match self.variant.lb_stamping_clock {
             LbStampingClock::Kernel => monotonic_ms(),
-            LbStampingClock::Ticks => self.clock().0.wrapping_mul(100),
+            LbStampingClock::DaemonTicks => self.packet_clock().0.wrapping_mul(100),
         };
-        let known = self.maps.state.read::<intf::fleet_keys>(offset_of!(intf::lb_state, keys));
-        let key = |index: usize| CookieKey { k0: known.key[index].k0, k1: known.key[index].k1 };
-        let current = if known.current == 0 { KeyIndex::First } else { KeyIndex::Second };
-        let before = (FleetKeys { keys: [key(0), key(1)], current }, known.switch_ms);
-        key_activation::switch_ms(&before, new, now_ms)
+        let stored_keys = self.maps.state.read::<intf::fleet_keys>(offset_of!(intf::lb_state, keys));
+        let stored_key = |index: usize| CookieKey { k0: stored_keys.key[index].k0, k1: stored_keys.key[index].k1 };
+        let current_index = if stored_keys.current == 0 { KeyIndex::First } else { KeyIndex::Second };
+        let previous_keys =
+            (FleetCookieKeys { keys: [stored_key(0), stored_key(1)], current: current_index }, stored_keys.switch_ms);
+        key_activation::activation_time_ms(&previous_keys, new, now_ms)
     }
 
     /// Returns the clocks of a service's servers, sorted by server id. If two ids have one MAC address (the operator
     /// changed the id), only the id that takes new connections is returned. Fails when the map cannot be read.
     pub fn server_clocks(&self, service: ServiceIndex) -> anyhow::Result<Vec<(ServerId, ServerClock)>> {
-        let entries = lb_stamped_servers(&self.maps)?.into_iter().filter(|((of, _), _)| *of == service);
-        let clock = |(_, known): (_, intf::lb_stamped_server)| -> anyhow::Result<_> {
+        let service_entries = read_lb_stamped_servers(&self.maps)?.into_iter().filter(|((of, _), _)| *of == service);
+        let server_clock = |(_, known): (_, intf::lb_stamped_server)| -> anyhow::Result<_> {
             let id = ServerId::try_from(u64::from(known.server_id))?;
             let clock = ServerClock {
                 agreeing_connections: known.agreeing,
                 steady_samples: known.steady,
                 is_unsteady: known.unsteady != 0,
                 opened_connections: self.traffic(id).opened,
-                syn_acks: known.syn_acks,
-                with_timestamps: known.with_timestamps,
+                syn_ack_count: known.syn_acks,
+                timestamped_syn_acks: known.with_timestamps,
                 disagreeing_replies: known.disagreed,
             };
             Ok((id, clock))
         };
-        let mut clocks = entries.map(clock).collect::<anyhow::Result<Vec<_>>>()?;
+        let mut clocks = service_entries.map(server_clock).collect::<anyhow::Result<Vec<_>>>()?;
         clocks.sort_by_key(|(id, _)| *id);
         Ok(clocks)
     }
 
     /// Returns the numbers of a service's established packets, by the way their server was found.
-    pub fn stamped_packets(&self, service: ServiceIndex) -> StampedPackets {
-        let packets = self.counters(service).packets;
-        StampedPackets {
-            by_cookie: packets[intf::LB_COUNTER_ESTABLISHED as usize],
-            by_flow_table: packets[intf::LB_COUNTER_FLOW_TABLE as usize],
+    pub fn stamped_packets(&self, service: ServiceIndex) -> StampedPacketCounts {
+        let packets_by_outcome = self.service_counters(service).packets_by_outcome;
+        StampedPacketCounts {
+            found_by_cookie: packets_by_outcome[intf::LB_COUNTER_ESTABLISHED as usize],
+            found_in_flow_table: packets_by_outcome[intf::LB_COUNTER_FLOW_TABLE as usize],
         }
     }
 
     fn is_lb_stamped(&self, service: ServiceIndex) -> bool {
-        self.service(service).mode.timestamps == Timestamps::LoadBalancer
+        self.service(service).mode.timestamps == TimestampOrigin::LoadBalancer
     }
 
     /// Moves a server's entry, with its clock, to the address `mac`; with `None`, an unknown address, nothing changes.
-    pub(super) fn move_lb_stamped_server(
+    pub(super) fn move_stamped_server_clock(
         &mut self,
         service: ServiceIndex,
         id: ServerId,
@@ -203,89 +208,99 @@ impl LoadBalancer {
         eligible: bool,
     ) -> anyhow::Result<()> {
         let Some(mac) = mac.filter(|_| self.is_lb_stamped(service)) else { return Ok(()) };
-        if !can_name(id) {
+        if !can_carry_server_id(id) {
             // A service may have such ids from the time before it got LB-side stamping.
             ensure!(!eligible, ServerIdTooLarge(id));
             return Ok(());
         }
-        let left = self.lb_stamped_macs.insert((service, id), mac).filter(|left| *left != mac);
-        let map = self.maps.lb_stamped_servers();
-        let known_there = match left {
-            Some(left) => read(map, service, left)?.filter(|known| known.server_id == id.get()),
+        let previous_mac = self.lb_stamped_macs.insert((service, id), mac).filter(|left| *left != mac);
+        let clock_map = self.maps.lb_stamped_server_map();
+        let stored_elsewhere = match previous_mac {
+            Some(left) => read_lb_stamped_server(clock_map, service, left)?.filter(|known| known.server_id == id.get()),
             None => None,
         };
-        if let (Some(left), Some(_)) = (left, known_there) {
-            self.remove_address(map, service, left)?;
+        if let (Some(left), Some(_)) = (previous_mac, stored_elsewhere) {
+            self.remove_or_reassign_clock(clock_map, service, left)?;
         }
-        let known = match read(map, service, mac)? {
+        let stored_clock = match read_lb_stamped_server(clock_map, service, mac)? {
             Some(here) if here.server_id == id.get() => return Ok(()),
             // Both servers have the address: the server that takes new connections is stamped.
-            Some(here) if !eligible && self.has_address(service, here.server_id, mac) => return Ok(()),
+            Some(here) if !eligible && self.is_last_known_mac(service, here.server_id, mac) => return Ok(()),
             Some(here) => here,
-            None => known_there.unwrap_or_default(),
+            None => stored_elsewhere.unwrap_or_default(),
         };
-        write_lb_stamped_server(map, service, mac, &intf::lb_stamped_server { server_id: id.get(), ..known })
+        write_lb_stamped_server(
+            clock_map,
+            service,
+            mac,
+            &intf::lb_stamped_server { server_id: id.get(), ..stored_clock },
+        )
     }
 
     /// Removes a server's entry. If another server id has the same MAC address, that id gets the entry.
-    pub(super) fn forget_lb_stamped_server(&mut self, service: ServiceIndex, id: ServerId) -> anyhow::Result<()> {
+    pub(super) fn remove_lb_stamped_server(&mut self, service: ServiceIndex, id: ServerId) -> anyhow::Result<()> {
         let Some(mac) = self.lb_stamped_macs.remove(&(service, id)) else { return Ok(()) };
-        let map = self.maps.lb_stamped_servers();
-        match read(map, service, mac)? {
-            Some(known) if known.server_id == id.get() => self.remove_address(map, service, mac),
+        let clock_map = self.maps.lb_stamped_server_map();
+        match read_lb_stamped_server(clock_map, service, mac)? {
+            Some(known) if known.server_id == id.get() => self.remove_or_reassign_clock(clock_map, service, mac),
             _ => Ok(()),
         }
     }
 
-    pub(super) fn forget_lb_stamped_servers(&mut self, services: &BTreeSet<ServiceIndex>) -> anyhow::Result<()> {
+    pub(super) fn remove_lb_stamped_servers(&mut self, services: &BTreeSet<ServiceIndex>) -> anyhow::Result<()> {
         self.lb_stamped_macs.retain(|(of, _), _| !services.contains(of));
-        let map = self.maps.lb_stamped_servers();
-        for ((of, mac), _) in lb_stamped_servers(&self.maps)? {
+        let clock_map = self.maps.lb_stamped_server_map();
+        for ((of, mac), _) in read_lb_stamped_servers(&self.maps)? {
             if services.contains(&of) {
-                map.delete(&clock_key(of, mac)).context("forgetting a server's address")?;
+                clock_map.delete(&stamped_server_key(of, mac)).context("forgetting a server's address")?;
             }
         }
         Ok(())
     }
 
     /// Removes the entry of the MAC address `mac`, or assigns it to another server id with that address.
-    fn remove_address(&self, map: &MapHandle, service: ServiceIndex, mac: MacAddress) -> anyhow::Result<()> {
-        let other = self.lb_stamped_macs.iter().find(|((of, _), at)| *of == service && **at == mac);
-        match (other, read(map, service, mac)?) {
+    fn remove_or_reassign_clock(&self, map: &MapHandle, service: ServiceIndex, mac: MacAddress) -> anyhow::Result<()> {
+        let other_server = self.lb_stamped_macs.iter().find(|((of, _), at)| *of == service && **at == mac);
+        match (other_server, read_lb_stamped_server(map, service, mac)?) {
             (Some(((_, other), _)), Some(known)) => {
                 write_lb_stamped_server(map, service, mac, &intf::lb_stamped_server { server_id: other.get(), ..known })
             }
-            _ => map.delete(&clock_key(service, mac)).context("forgetting a server's old address"),
+            _ => map.delete(&stamped_server_key(service, mac)).context("forgetting a server's old address"),
         }
     }
 
-    fn has_address(&self, service: ServiceIndex, id: u16, mac: MacAddress) -> bool {
+    fn is_last_known_mac(&self, service: ServiceIndex, id: u16, mac: MacAddress) -> bool {
         ServerId::try_from(u64::from(id)).is_ok_and(|id| self.lb_stamped_macs.get(&(service, id)) == Some(&mac))
     }
 }
 
 /// Returns the source MAC address of each server's replies, from maps taken over.
-pub(super) fn lb_stamped_addresses(maps: &Maps) -> anyhow::Result<BTreeMap<(ServiceIndex, ServerId), MacAddress>> {
-    let entries = lb_stamped_servers(maps)?.into_iter();
-    entries.map(|((service, mac), known)| Ok(((service, u64::from(known.server_id).try_into()?), mac))).collect()
+pub(super) fn lb_stamped_macs(maps: &Maps) -> anyhow::Result<BTreeMap<(ServiceIndex, ServerId), MacAddress>> {
+    let stored_clocks = read_lb_stamped_servers(maps)?.into_iter();
+    stored_clocks.map(|((service, mac), known)| Ok(((service, u64::from(known.server_id).try_into()?), mac))).collect()
 }
 
-type StampedServerEntry = ((ServiceIndex, MacAddress), intf::lb_stamped_server);
+type StampedServerClock = ((ServiceIndex, MacAddress), intf::lb_stamped_server);
 
-fn lb_stamped_servers(maps: &Maps) -> anyhow::Result<Vec<StampedServerEntry>> {
-    let map = maps.lb_stamped_servers();
-    let entry = |key: Vec<u8>| -> anyhow::Result<Option<StampedServerEntry>> {
-        let word = u64::from_ne_bytes(key.as_slice().try_into().context("a server's key")?);
-        let service = ServiceIndex((word >> intf::LB_STAMPED_SERVICE_SHIFT) as u16);
-        let mac = MacAddress::from_word(word);
-        Ok(read(map, service, mac)?.map(|known| ((service, mac), known)))
+fn read_lb_stamped_servers(maps: &Maps) -> anyhow::Result<Vec<StampedServerClock>> {
+    let clock_map = maps.lb_stamped_server_map();
+    let read_entry = |key: Vec<u8>| -> anyhow::Result<Option<StampedServerClock>> {
+        let key_word = u64::from_ne_bytes(key.as_slice().try_into().context("a server's key")?);
+        let service_index = ServiceIndex((key_word >> intf::LB_STAMPED_SERVICE_SHIFT) as u16);
+        let mac = MacAddress::from_word(key_word);
+        Ok(read_lb_stamped_server(clock_map, service_index, mac)?.map(|known| ((service_index, mac), known)))
     };
-    map.keys().map(entry).filter_map(Result::transpose).collect()
+    clock_map.keys().map(read_entry).filter_map(Result::transpose).collect()
 }
 
-fn read(map: &MapHandle, service: ServiceIndex, mac: MacAddress) -> anyhow::Result<Option<intf::lb_stamped_server>> {
-    let value = map.lookup(&clock_key(service, mac), MapFlags::ANY).context("reading a server's clock")?;
-    value
+fn read_lb_stamped_server(
+    map: &MapHandle,
+    service: ServiceIndex,
+    mac: MacAddress,
+) -> anyhow::Result<Option<intf::lb_stamped_server>> {
+    let entry_bytes =
+        map.lookup(&stamped_server_key(service, mac), MapFlags::ANY).context("reading a server's clock")?;
+    entry_bytes
         .map(|value| intf::lb_stamped_server::read_from_bytes(&value).ok().context("a server's clock of another size"))
         .transpose()
 }
@@ -296,9 +311,9 @@ fn write_lb_stamped_server(
     mac: MacAddress,
     known: &intf::lb_stamped_server,
 ) -> anyhow::Result<()> {
-    map.update(&clock_key(service, mac), known.as_bytes(), MapFlags::ANY).context("a server's address")
+    map.update(&stamped_server_key(service, mac), known.as_bytes(), MapFlags::ANY).context("a server's address")
 }
 
-fn clock_key(service: ServiceIndex, mac: MacAddress) -> [u8; 8] {
-    (mac.word() | u64::from(service.0) << intf::LB_STAMPED_SERVICE_SHIFT).to_ne_bytes()
+fn stamped_server_key(service: ServiceIndex, mac: MacAddress) -> [u8; 8] {
+    (mac.to_word() | u64::from(service.0) << intf::LB_STAMPED_SERVICE_SHIFT).to_ne_bytes()
 }

@@ -17,7 +17,7 @@ fn c_path(path: &Path) -> io::Result<CString> {
 }
 
 /// Converts the result of a libbpf function to an owned file descriptor; a negative result is a negated errno.
-fn descriptor(result: i32) -> io::Result<OwnedFd> {
+fn owned_fd(result: i32) -> io::Result<OwnedFd> {
     if result < 0 {
         return Err(io::Error::from_raw_os_error(-result));
     }
@@ -25,14 +25,14 @@ fn descriptor(result: i32) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(result) })
 }
 
-fn io_result(result: i32) -> io::Result<()> {
+fn check_result(result: i32) -> io::Result<()> {
     if result < 0 { Err(io::Error::from_raw_os_error(-result)) } else { Ok(()) }
 }
 
-pub(crate) fn pin(object: BorrowedFd<'_>, path: &Path) -> anyhow::Result<()> {
+pub(crate) fn pin_object(object: BorrowedFd<'_>, path: &Path) -> anyhow::Result<()> {
     let c_path = c_path(path)?;
     // SAFETY: the string lives through the call.
-    io_result(unsafe { libbpf_sys::bpf_obj_pin(object.as_raw_fd(), c_path.as_ptr()) })
+    check_result(unsafe { libbpf_sys::bpf_obj_pin(object.as_raw_fd(), c_path.as_ptr()) })
         .with_context(|| format!("pinning {}", path.display()))
 }
 
@@ -51,29 +51,34 @@ pub(crate) struct XdpLink(OwnedFd);
 impl XdpLink {
     /// Attaches the program. Fails when the driver has no native XDP, or the device has an XDP program (`EBUSY`).
     pub fn create(program: BorrowedFd<'_>, interface_index: u32, attachment: AttachedXdpMode) -> io::Result<Self> {
-        let flags = match attachment {
+        let xdp_flags = match attachment {
             AttachedXdpMode::Native => libbpf_sys::XDP_FLAGS_DRV_MODE,
             AttachedXdpMode::Generic => libbpf_sys::XDP_FLAGS_SKB_MODE,
         };
-        let options = libbpf_sys::bpf_link_create_opts {
+        let create_options = libbpf_sys::bpf_link_create_opts {
             sz: size_of::<libbpf_sys::bpf_link_create_opts>() as libbpf_sys::size_t,
-            flags,
+            flags: xdp_flags,
             ..Default::default()
         };
-        // SAFETY: `options` lives through the call.
-        let result = unsafe {
-            libbpf_sys::bpf_link_create(program.as_raw_fd(), interface_index as i32, libbpf_sys::BPF_XDP, &options)
+        // SAFETY: `create_options` lives through the call.
+        let link_fd_or_error = unsafe {
+            libbpf_sys::bpf_link_create(
+                program.as_raw_fd(),
+                interface_index as i32,
+                libbpf_sys::BPF_XDP,
+                &create_options,
+            )
         };
-        Ok(Self(descriptor(result)?))
+        Ok(Self(owned_fd(link_fd_or_error)?))
     }
 
     /// Attaches the program in native mode if the driver supports it, else in generic mode. Fails when the device has
     /// another XDP program (`EBUSY`).
     pub fn create_in_any_mode(program: BorrowedFd<'_>, interface_index: u32) -> io::Result<(Self, AttachedXdpMode)> {
-        let create = |attachment| Ok((Self::create(program, interface_index, attachment)?, attachment));
-        create(AttachedXdpMode::Native).or_else(|error: io::Error| match error.raw_os_error() {
+        let create_in_mode = |attachment| Ok((Self::create(program, interface_index, attachment)?, attachment));
+        create_in_mode(AttachedXdpMode::Native).or_else(|error: io::Error| match error.raw_os_error() {
             Some(libc::EBUSY | libc::EEXIST) => Err(error),
-            _ => create(AttachedXdpMode::Generic),
+            _ => create_in_mode(AttachedXdpMode::Generic),
         })
     }
 
@@ -84,8 +89,8 @@ impl XdpLink {
         }
         let c_path = c_path(path)?;
         // SAFETY: the string lives through the call.
-        let result = unsafe { libbpf_sys::bpf_obj_get(c_path.as_ptr()) };
-        Ok(Some(Self(descriptor(result).with_context(|| path.display().to_string())?)))
+        let link_fd_or_error = unsafe { libbpf_sys::bpf_obj_get(c_path.as_ptr()) };
+        Ok(Some(Self(owned_fd(link_fd_or_error).with_context(|| path.display().to_string())?)))
     }
 
     /// Returns the index of the device to which the program is attached; 0: the device was removed.
@@ -103,10 +108,10 @@ impl XdpLink {
     /// Replaces the attached program atomically, without loss of packets.
     pub fn replace(&self, program: BorrowedFd<'_>) -> io::Result<()> {
         // SAFETY: no options are passed.
-        io_result(unsafe { libbpf_sys::bpf_link_update(self.0.as_raw_fd(), program.as_raw_fd(), std::ptr::null()) })
+        check_result(unsafe { libbpf_sys::bpf_link_update(self.0.as_raw_fd(), program.as_raw_fd(), std::ptr::null()) })
     }
 
     pub fn pin(&self, path: &Path) -> anyhow::Result<()> {
-        pin(self.0.as_fd(), path)
+        pin_object(self.0.as_fd(), path)
     }
 }

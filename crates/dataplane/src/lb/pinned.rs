@@ -6,19 +6,19 @@ use coreward_intf as intf;
 use coreward_model::{ServerId, ServiceAddress};
 
 use super::link::XdpLink;
-use super::program::{self, Maps};
+use super::program::Maps;
 use super::servers::{resolved_mac, server_entry};
 use super::services::read_services;
 use super::{SERVER_FLAGS_SHIFT, Server, ServiceIndex};
 
-/// Returns why [`LoadBalancer::load`](super::LoadBalancer::load) would not take over the state that is pinned below
-/// `pin_directory`; `None`: it would, or nothing is pinned.
-pub fn pinned_problem(pin_directory: &Path) -> Option<String> {
-    let directory = pin_directory.join("lb");
-    if !directory.join("link").exists() {
+/// Returns why [`SimulatedLoadBalancer::load`](super::LoadBalancer::load) would not take over the state that is pinned
+/// below `pin_directory`; `None`: it would, or nothing is pinned.
+pub fn take_over_problem(pin_directory: &Path) -> Option<String> {
+    let lb_directory = pin_directory.join("lb");
+    if !lb_directory.join("link").exists() {
         return None;
     }
-    Maps::take_over(&directory).err().map(|error| format!("{error:#}"))
+    Maps::take_over(&lb_directory).err().map(|error| format!("{error:#}"))
 }
 
 /// Returns the id of the attached program of the load balancer that is pinned below `pin_directory`; `None`: no link is
@@ -36,7 +36,7 @@ pub struct PinnedServers {
 impl PinnedServers {
     /// Opens the maps in `pin_directory`. Fails when no load balancer is pinned there, or one of another version.
     pub fn open(pin_directory: &Path) -> anyhow::Result<Self> {
-        Ok(Self { maps: Maps::take_over(&program::existing_pin_directory(pin_directory)?)? })
+        Ok(Self { maps: Maps::take_over(&super::pin_directory::find_pin_directory(pin_directory)?)? })
     }
 
     /// Returns the index of the service with this address; `None`: there is no such service.
@@ -46,9 +46,9 @@ impl PinnedServers {
 
     /// Returns the current state of a service's server; `None`: the service has no such server.
     pub fn server(&self, service: ServiceIndex, id: ServerId) -> Option<Server> {
-        let word = server_entry(&self.maps, service, id);
-        let flags = (word >> SERVER_FLAGS_SHIFT) as u32;
-        let server = Server { mac: resolved_mac(word), is_eligible: flags & intf::SERVER_ELIGIBLE != 0 };
-        (flags & intf::SERVER_KNOWN != 0).then_some(server)
+        let entry_word = server_entry(&self.maps, service, id);
+        let server_flags = (entry_word >> SERVER_FLAGS_SHIFT) as u32;
+        let server = Server { mac: resolved_mac(entry_word), is_eligible: server_flags & intf::SERVER_ELIGIBLE != 0 };
+        (server_flags & intf::SERVER_KNOWN != 0).then_some(server)
     }
 }

@@ -9,9 +9,9 @@ use coreward_model::ServiceAddress;
 use coreward_model::placement::PlacementTable;
 
 use super::program::Maps;
-use super::services::{Service, features_in_use};
-use super::tables::{Family, MemoryFull, StoredTable, ToeplitzSource};
-use super::variant::{EnabledFeatures, Variant};
+use super::services::{Service, required_features};
+use super::tables::{AddressFamily, PlacementMemoryFull, StoredTable, ToeplitzSource};
+use super::variant::{ProgramVariant, RequiredFeatures};
 use super::{LoadBalancer, ServiceIndex, service_state_offset, tables};
 
 impl LoadBalancer {
@@ -22,19 +22,19 @@ impl LoadBalancer {
     ///
     /// [`TableError`]: super::TableError
     pub fn install_table(&mut self, service: ServiceIndex, table: &PlacementTable) -> anyhow::Result<()> {
-        self.install(service, ToeplitzSource::Keys(self.address_of(service).socket), table)?;
-        self.set_down(service, &table.down_servers);
+        self.store_and_activate_table(service, ToeplitzSource::RssKeys(self.service_address(service).socket), table)?;
+        self.set_down_servers(service, &table.down_servers);
         Ok(())
     }
 
     /// Returns the number of connections assigned to each of the first `count` core slots of a service's table; an
     /// empty list if it has no table.
-    pub fn assigned_connections(&self, service: ServiceIndex, count: u16) -> Vec<u32> {
-        let at = self.maps.state.load(table_word_offset(service)) as u32;
+    pub fn assigned_connection_counts(&self, service: ServiceIndex, count: u16) -> Vec<u32> {
+        let at = self.maps.state.load(table_offset_position(service)) as u32;
         if at == 0 {
             Vec::new()
         } else {
-            (0..count).map(|slot| self.maps.tables.assigned_connections(at, slot)).collect()
+            (0..count).map(|slot| self.maps.tables.assigned_connection_count(at, slot)).collect()
         }
     }
 
@@ -46,46 +46,51 @@ impl LoadBalancer {
         service: ServiceIndex,
         choose: impl FnOnce(&PlacementTable) -> PlacementTable,
     ) -> anyhow::Result<()> {
-        let at = self.maps.state.load(table_word_offset(service)) as u32;
+        let at = self.maps.state.load(table_offset_position(service)) as u32;
         let Some(table) = self.maps.tables.read(at) else { return Ok(()) };
-        let chosen = choose(&table);
-        if chosen.candidates.is_empty() {
+        let chosen_table = choose(&table);
+        if chosen_table.candidates.is_empty() {
             return Ok(());
         }
         let (generation, members) = (table.generation, table.members);
         let (consistent_servers, previous_consistent_servers) =
             (table.consistent_servers, table.previous_consistent_servers);
-        let table = PlacementTable { generation, members, consistent_servers, previous_consistent_servers, ..chosen };
-        self.install(service, ToeplitzSource::UnchangedMembers, &table)
+        let merged_table =
+            PlacementTable { generation, members, consistent_servers, previous_consistent_servers, ..chosen_table };
+        self.store_and_activate_table(service, ToeplitzSource::PresentTable, &merged_table)
     }
 
     /// Returns whether `table` has another rule than the installed table; `install_table` may then load a program.
-    pub fn changes_rule(&self, service: ServiceIndex, table: &PlacementTable) -> bool {
+    pub fn differs_in_rule(&self, service: ServiceIndex, table: &PlacementTable) -> bool {
         self.service(service).rule_bit() != table_rule_bit(table)
     }
 
-    fn install(
+    fn store_and_activate_table(
         &mut self,
         service: ServiceIndex,
         hashing: ToeplitzSource,
         table: &PlacementTable,
     ) -> anyhow::Result<()> {
-        tables::check(table)?;
-        let rule = table_rule_bit(table);
-        let with_rule = EnabledFeatures { rule_bits: rule.unwrap_or(0), ..self.variant.features };
-        self.change_variant(Variant { features: self.variant.features.union(with_rule), ..self.variant })?;
-        let written = self.write_table(service, hashing, table)?;
-        self.maps.state.store(table_word_offset(service), written.offset().into());
-        let was_in_use = self.service(service).rule_bit();
-        if let Some(before) = self.service_mut(service).table.replace(written) {
-            self.maps.tables.retire(before, &self.grace_periods);
+        tables::validate_table(table)?;
+        let rule_bit = table_rule_bit(table);
+        let features_with_rule =
+            RequiredFeatures { placement_rule_bits: rule_bit.unwrap_or(0), ..self.variant.required_features };
+        self.load_variant(ProgramVariant {
+            required_features: self.variant.required_features.union(features_with_rule),
+            ..self.variant
+        })?;
+        let stored_table = self.write_table(service, hashing, table)?;
+        self.maps.state.store(table_offset_position(service), stored_table.memory_offset().into());
+        let previous_rule_bit = self.service(service).rule_bit();
+        if let Some(before) = self.service_mut(service).table.replace(stored_table) {
+            self.maps.tables.retire_table(before, &self.grace_periods);
         }
-        if was_in_use == rule {
+        if previous_rule_bit == rule_bit {
             return Ok(());
         }
         // The new variant lacks features that no table uses now. A packet on another CPU may still have the old table's
         // offset; that packet runs in the old program.
-        self.change_variant(Variant { features: features_in_use(&self.services), ..self.variant })
+        self.load_variant(ProgramVariant { required_features: required_features(&self.services), ..self.variant })
     }
 
     /// Writes a table into the memory for placement tables, which is enlarged if it is full.
@@ -96,32 +101,33 @@ impl LoadBalancer {
         table: &PlacementTable,
     ) -> anyhow::Result<StoredTable> {
         loop {
-            let before = self.services.get(self.address_of(service)).and_then(|service| service.table.as_ref());
-            match self.maps.tables.write(before, hashing, table, &self.grace_periods) {
+            let previous_table =
+                self.services.get(self.service_address(service)).and_then(|service| service.table.as_ref());
+            match self.maps.tables.write(previous_table, hashing, table, &self.grace_periods) {
                 Ok(written) => return Ok(written),
-                Err(MemoryFull) => match self.maps.tables.last_retired() {
+                Err(PlacementMemoryFull) => match self.maps.tables.last_retirement_ticket() {
                     Some(moment) if !self.grace_periods.has_passed(moment) => self.grace_periods.wait(moment)?,
-                    _ => self.grow_memory()?,
+                    _ => self.double_placement_memory()?,
                 },
             }
         }
     }
 
     /// Doubles the memory for tables: creates a larger map, and loads the program against that map.
-    fn grow_memory(&mut self) -> anyhow::Result<()> {
-        let bytes = self.maps.placement_memory_bytes() * 2;
+    fn double_placement_memory(&mut self) -> anyhow::Result<()> {
+        let memory_bytes = self.maps.placement_memory_bytes() * 2;
         ensure!(
-            bytes <= intf::MAX_PLACEMENT_MEMORY,
+            memory_bytes <= intf::MAX_PLACEMENT_MEMORY,
             "placement tables need more than {} MiB in all",
             intf::MAX_PLACEMENT_MEMORY >> 20
         );
-        let map = self.maps.create_larger_placement_memory(bytes)?;
+        let larger_map = self.maps.create_larger_placement_memory(memory_bytes)?;
         let program = self.maps.switch_placement_memory(
-            map,
-            bytes,
+            larger_map,
+            memory_bytes,
             &self.variant,
-            self.lb_pin_directory.as_deref(),
-            |program| match &self.link {
+            self.lb_directory.as_deref(),
+            |program| match &self.xdp_link {
                 Some(link) => link.replace(program).context("replacing the program at the device"),
                 None => Ok(()),
             },
@@ -131,7 +137,7 @@ impl LoadBalancer {
         self.grace_periods.wait(self.grace_periods.request())?;
         tracing::info!(
             event = "table-memory-grown",
-            mib = bytes >> 20,
+            mib = memory_bytes >> 20,
             "the load balancer has doubled the memory for placement tables"
         );
         Ok(())
@@ -139,8 +145,8 @@ impl LoadBalancer {
 
     /// Returns the generation of a service's table; `None`: the service has no table, or its table has no members.
     pub fn table_generation(&self, service: ServiceIndex) -> Option<u64> {
-        let at = self.maps.state.load(table_word_offset(service)) as u32;
-        tables::rule_bit(self.maps.tables.memory(), at).map(|_| self.maps.tables.generation(at))
+        let at = self.maps.state.load(table_offset_position(service)) as u32;
+        tables::rule_bit(self.maps.tables.mapped_memory(), at).map(|_| self.maps.tables.generation(at))
     }
 }
 
@@ -150,21 +156,21 @@ fn table_rule_bit(table: &PlacementTable) -> Option<u32> {
 }
 
 /// Returns the offset of the word that holds the offset of a service's table.
-fn table_word_offset(service: ServiceIndex) -> usize {
+fn table_offset_position(service: ServiceIndex) -> usize {
     service_state_offset(service) + offset_of!(intf::service_state, table_at)
 }
 
 /// Assigns the tables in the placement memory to their services. To be called once, after a take-over.
 pub(super) fn adopt_tables(maps: &mut Maps, services: &mut BTreeMap<ServiceAddress, Service>) {
-    let at = |service: &Service| maps.state.load(table_word_offset(service.index)) as u32;
-    let mut with_table: Vec<((u32, Family), &mut Service)> = services
+    let at = |service: &Service| maps.state.load(table_offset_position(service.index)) as u32;
+    let mut services_with_tables: Vec<((u32, AddressFamily), &mut Service)> = services
         .iter_mut()
-        .map(|(address, service)| ((at(service), Family::of(&address.socket)), service))
+        .map(|(address, service)| ((at(service), AddressFamily::of(&address.socket)), service))
         .filter(|((at, _), _)| *at != 0)
         .collect();
-    let in_use: Vec<(u32, Family)> = with_table.iter().map(|(place, _)| *place).collect();
-    let tables = maps.tables.adopt(maps.placement_memory_bytes(), &in_use);
-    for ((_, service), table) in with_table.iter_mut().zip(tables) {
+    let tables_in_use: Vec<(u32, AddressFamily)> = services_with_tables.iter().map(|(place, _)| *place).collect();
+    let adopted_tables = maps.tables.adopt_tables(maps.placement_memory_bytes(), &tables_in_use);
+    for ((_, service), table) in services_with_tables.iter_mut().zip(adopted_tables) {
         service.table = Some(table);
     }
 }

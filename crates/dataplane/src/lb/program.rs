@@ -4,7 +4,7 @@ use std::fs;
 use std::mem::MaybeUninit;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
@@ -15,56 +15,57 @@ use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle, MapType, OpenMapMut, libbpf_sys};
 
 use super::connection_memory::{self, SharedConnectionTable};
-use super::tables::TableMemory;
-use super::variant::Variant;
+use super::tables::PlacementMemory;
+use super::variant::ProgramVariant;
 use super::{LbStampingClock, PacketRate, ServiceIndex};
 use crate::lru;
 use crate::mmap_array::MmapArray;
-use crate::pins::ensure_bpf_file_system;
 use crate::skeleton::lb::{LbSkelBuilder, OpenLbMaps, OpenLbSkel};
 
 /// Placement rule that is compiled in as long as no service has a table; most likely the first table uses it.
-const DEFAULT_RULES: u32 = 1 << intf::PLACEMENT_RULE_TABLE;
-const DEFAULT_MODES: u32 = 1 << intf::CONSISTENCY_STATELESS;
-const DEFAULT_FORWARDING: u32 = 1 << intf::FORWARDING_L2;
+const DEFAULT_RULE_BITS: u32 = 1 << intf::PLACEMENT_RULE_TABLE;
+const DEFAULT_MODE_BITS: u32 = 1 << intf::CONSISTENCY_STATELESS;
+const DEFAULT_FORWARDING_BITS: u32 = 1 << intf::FORWARDING_L2;
 
 /// Sizes of the maps that are configured, or grow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct MapSizes {
     /// Number of sets of entries in the flow table.
-    pub flow_set_count: u32,
+    pub flow_table_set_count: u32,
     pub connection_table_size: TableSize,
     /// Size of the memory for placement tables in bytes, a power of two.
     pub placement_memory_bytes: u32,
     /// Number of rows of counters, a power of two.
-    pub counter_rows: u32,
+    pub counter_row_count: u32,
 }
 
 impl MapSizes {
     /// Returns the sizes for new maps: configured ones, the smallest placement memory, a row of counters per CPU.
     pub fn new(flow_table_entries: u32, connection_table_size: TableSize) -> anyhow::Result<Self> {
-        let cpus = libbpf_rs::num_possible_cpus().context("the number of CPUs")? as u32;
-        let counter_rows = cpus.next_power_of_two().min(intf::MAX_LB_COUNTER_ROWS);
-        let flow_set_count = flow_table_entries.div_ceil(intf::FLOW_SET_ENTRIES);
+        let cpu_count = libbpf_rs::num_possible_cpus().context("the number of CPUs")? as u32;
+        let counter_row_count = cpu_count.next_power_of_two().min(intf::MAX_LB_COUNTER_ROWS);
+        let flow_table_set_count = flow_table_entries.div_ceil(intf::FLOW_SET_ENTRIES);
         Ok(Self {
-            flow_set_count,
+            flow_table_set_count,
             connection_table_size,
             placement_memory_bytes: intf::MIN_PLACEMENT_MEMORY,
-            counter_rows,
+            counter_row_count,
         })
     }
 
-    fn apply_to(self, maps: &mut OpenLbMaps<'_>) -> anyhow::Result<()> {
-        maps.flow_table.set_max_entries(self.flow_set_count).context("the size of the flow table")?;
+    fn set_map_sizes(self, maps: &mut OpenLbMaps<'_>) -> anyhow::Result<()> {
+        maps.flow_table.set_max_entries(self.flow_table_set_count).context("the size of the flow table")?;
         maps.connections
             .set_max_entries(self.connection_table_size.entry_count())
             .context("the connection table's size")?;
-        lru::set_capacity(&mut maps.fragments, intf::MAX_FRAGMENTED_DATAGRAMS, None)?;
-        let memory = self.placement_memory_bytes + intf::PLACEMENT_MEMORY_SLACK;
-        maps.placement_memory.set_value_size(memory).context("the memory for placement tables")?;
-        maps.lb_counters.set_max_entries(self.counter_rows * intf::LB_COUNTERS_PER_ROW).context("rows of counters")?;
+        lru::set_lru_capacity(&mut maps.fragments, intf::MAX_FRAGMENTED_DATAGRAMS, None)?;
+        let placement_map_bytes = self.placement_memory_bytes + intf::PLACEMENT_MEMORY_SLACK;
+        maps.placement_memory.set_value_size(placement_map_bytes).context("the memory for placement tables")?;
+        maps.lb_counters
+            .set_max_entries(self.counter_row_count * intf::LB_COUNTERS_PER_ROW)
+            .context("rows of counters")?;
         maps.server_traffic
-            .set_max_entries(self.counter_rows * intf::SERVER_ID_COUNT)
+            .set_max_entries(self.counter_row_count * intf::SERVER_ID_COUNT)
             .context("rows of counters by server")?;
         maps.connection_stacks
             .set_max_entries(self.connection_table_size.partition_count())
@@ -74,59 +75,59 @@ impl MapSizes {
 
 pub(super) type ServerEntries = [intf::server_entry; intf::SERVER_ID_COUNT as usize];
 /// Flags of the servers of each service, with `intf::SERVER_MEMBERS_PER_WORD` servers in each word.
-pub(super) type Membership = [u64; intf::MAX_SERVICES as usize * intf::MEMBERSHIP_WORDS as usize];
+pub(super) type ServiceMemberFlags = [u64; intf::MAX_SERVICES as usize * intf::MEMBERSHIP_WORDS as usize];
 
 /// Maps of the program, in the order of [`MAP_NAMES`], and the mapped memory of those that are accessed directly.
 #[derive(Debug)]
 pub(super) struct Maps {
-    handles: [MapHandle; MAP_NAMES.len()],
+    map_handles: [MapHandle; MAP_NAMES.len()],
     pub state: MmapArray<intf::lb_state>,
     pub servers: MmapArray<ServerEntries>,
-    pub membership: MmapArray<Membership>,
-    pub counters: MmapArray<[intf::lb_counters]>,
-    pub tables: TableMemory,
-    sizes: MapSizes,
+    pub service_member_flags: MmapArray<ServiceMemberFlags>,
+    pub counter_entries: MmapArray<[intf::lb_counters]>,
+    pub tables: PlacementMemory,
+    map_sizes: MapSizes,
     /// Packets and bytes sent to servers, by counter row and server id.
     pub traffic: MmapArray<[intf::server_traffic]>,
     pub connections: SharedConnectionTable,
-    pub flows: MmapArray<[intf::flow_set]>,
+    pub flow_table: MmapArray<[intf::flow_set]>,
     /// Numbers of connection table entries that packets have allocated, by counter row.
     pub connection_takes: MmapArray<intf::connection_takes>,
     /// Outer headers of encapsulated packets, by server id.
-    pub tunnels: MmapArray<intf::server_tunnels>,
+    pub server_tunnels: MmapArray<intf::server_tunnels>,
 }
 
 const MAP_NAMES: [&str; 17] = [
     "state",
     "servers",
-    COUNTERS,
-    PLACEMENT_MEMORY,
+    COUNTERS_MAP,
+    PLACEMENT_MEMORY_MAP,
     "server_traffic",
-    CONNECTIONS,
-    CONNECTION_STACKS,
+    CONNECTIONS_MAP,
+    CONNECTION_STACKS_MAP,
     "recent_connections",
     "recent_placements",
-    FLOW_TABLE,
-    FRAGMENTS,
-    LB_STAMPED_SERVERS,
-    BROADCAST,
-    TAKES,
-    TUNNELS,
+    FLOW_TABLE_MAP,
+    FRAGMENTS_MAP,
+    LB_STAMPED_SERVERS_MAP,
+    BROADCAST_MAP,
+    CONNECTION_TAKES_MAP,
+    TUNNELS_MAP,
     "lb_stamped_offsets",
     "membership",
 ];
-const COUNTERS: &str = "counters";
-const PLACEMENT_MEMORY: &str = "placement_memory";
-const LB_STAMPED_SERVERS: &str = "lb_stamped_servers";
-const FLOW_TABLE: &str = "flow_table";
-const FRAGMENTS: &str = "fragments";
-const BROADCAST: &str = "broadcast";
-const TAKES: &str = "connection_takes";
-const TUNNELS: &str = "tunnels";
-const CONNECTIONS: &str = "connections";
-const CONNECTION_STACKS: &str = "connection_stacks";
+const COUNTERS_MAP: &str = "counters";
+const PLACEMENT_MEMORY_MAP: &str = "placement_memory";
+const LB_STAMPED_SERVERS_MAP: &str = "lb_stamped_servers";
+const FLOW_TABLE_MAP: &str = "flow_table";
+const FRAGMENTS_MAP: &str = "fragments";
+const BROADCAST_MAP: &str = "broadcast";
+const CONNECTION_TAKES_MAP: &str = "connection_takes";
+const TUNNELS_MAP: &str = "tunnels";
+const CONNECTIONS_MAP: &str = "connections";
+const CONNECTION_STACKS_MAP: &str = "connection_stacks";
 
-fn maps_of<'a, 'obj>(maps: &'a mut OpenLbMaps<'obj>) -> [&'a mut OpenMapMut<'obj>; MAP_NAMES.len()] {
+fn maps_in_name_order<'a, 'obj>(maps: &'a mut OpenLbMaps<'obj>) -> [&'a mut OpenMapMut<'obj>; MAP_NAMES.len()] {
     [
         &mut maps.bss_state,
         &mut maps.bss_servers,
@@ -151,83 +152,92 @@ fn maps_of<'a, 'obj>(maps: &'a mut OpenLbMaps<'obj>) -> [&'a mut OpenMapMut<'obj
 impl Maps {
     fn new(handles: [MapHandle; MAP_NAMES.len()], sizes: MapSizes) -> anyhow::Result<Self> {
         let [state, servers, counters, tables, traffic, connections, stacks, .., membership] = &handles;
-        let rows = sizes.counter_rows as usize;
+        let counter_row_count = sizes.counter_row_count as usize;
         Ok(Self {
             state: MmapArray::new(state).context("mapping the state")?,
             servers: MmapArray::new(servers).context("mapping the servers")?,
-            membership: MmapArray::new(membership).context("mapping the services' servers")?,
-            counters: MmapArray::new_slice(counters, rows * intf::LB_COUNTERS_PER_ROW as usize)
+            service_member_flags: MmapArray::new(membership).context("mapping the services' servers")?,
+            counter_entries: MmapArray::new_slice(counters, counter_row_count * intf::LB_COUNTERS_PER_ROW as usize)
                 .context("mapping the counters")?,
-            tables: TableMemory::new(map_memory(tables, sizes.placement_memory_bytes)?, sizes.placement_memory_bytes),
-            traffic: MmapArray::new_slice(traffic, rows * intf::SERVER_ID_COUNT as usize)
+            tables: PlacementMemory::new(
+                map_placement_memory(tables, sizes.placement_memory_bytes)?,
+                sizes.placement_memory_bytes,
+            ),
+            traffic: MmapArray::new_slice(traffic, counter_row_count * intf::SERVER_ID_COUNT as usize)
                 .context("mapping the servers' traffic")?,
-            connections: connection_memory::map(connections.as_fd(), stacks.as_fd(), sizes.connection_table_size)?,
-            flows: MmapArray::new_slice(&handles[map_position(FLOW_TABLE)], sizes.flow_set_count as usize)
+            connections: connection_memory::map_connection_table(
+                connections.as_fd(),
+                stacks.as_fd(),
+                sizes.connection_table_size,
+            )?,
+            flow_table: MmapArray::new_slice(&handles[map_index(FLOW_TABLE_MAP)], sizes.flow_table_set_count as usize)
                 .context("mapping the flow table")?,
-            connection_takes: MmapArray::new(&handles[map_position(TAKES)])
+            connection_takes: MmapArray::new(&handles[map_index(CONNECTION_TAKES_MAP)])
                 .context("mapping the connection table's takes")?,
-            tunnels: MmapArray::new(&handles[map_position(TUNNELS)]).context("mapping the servers' outer addresses")?,
-            sizes,
-            handles,
+            server_tunnels: MmapArray::new(&handles[map_index(TUNNELS_MAP)])
+                .context("mapping the servers' outer addresses")?,
+            map_sizes: sizes,
+            map_handles: handles,
         })
     }
 
     /// Creates empty maps and loads the program that uses them. Returns the maps and the program.
-    pub fn create(variant: &Variant, sizes: MapSizes) -> anyhow::Result<(Self, OwnedFd)> {
-        let mut storage = MaybeUninit::uninit();
-        let mut skeleton = open(&mut storage, variant, &sizes)?;
-        sizes.apply_to(&mut skeleton.maps)?;
-        let loaded = skeleton.load().context("loading lb.bpf.c into the kernel")?;
-        let maps = &loaded.maps;
-        let handles = [
-            MapHandle::try_from(&maps.bss_state)?,
-            MapHandle::try_from(&maps.bss_servers)?,
-            MapHandle::try_from(&maps.lb_counters)?,
-            MapHandle::try_from(&maps.placement_memory)?,
-            MapHandle::try_from(&maps.server_traffic)?,
-            MapHandle::try_from(&maps.connections)?,
-            MapHandle::try_from(&maps.connection_stacks)?,
-            MapHandle::try_from(&maps.bss_opened)?,
-            MapHandle::try_from(&maps.bss_recent)?,
-            MapHandle::try_from(&maps.flow_table)?,
-            MapHandle::try_from(&maps.fragments)?,
-            MapHandle::try_from(&maps.lb_stamped_servers)?,
-            MapHandle::try_from(&maps.bss_broadcast)?,
-            MapHandle::try_from(&maps.bss_takes)?,
-            MapHandle::try_from(&maps.bss_tunnels)?,
-            MapHandle::try_from(&maps.lb_stamped_offsets)?,
-            MapHandle::try_from(&maps.bss_members)?,
+    pub fn create(variant: &ProgramVariant, sizes: MapSizes) -> anyhow::Result<(Self, OwnedFd)> {
+        let mut object_storage = MaybeUninit::uninit();
+        let mut open_skeleton = open_variant(&mut object_storage, variant, &sizes)?;
+        sizes.set_map_sizes(&mut open_skeleton.maps)?;
+        let loaded_skeleton = open_skeleton.load().context("loading lb.bpf.c into the kernel")?;
+        let skeleton_maps = &loaded_skeleton.maps;
+        let map_handles = [
+            MapHandle::try_from(&skeleton_maps.bss_state)?,
+            MapHandle::try_from(&skeleton_maps.bss_servers)?,
+            MapHandle::try_from(&skeleton_maps.lb_counters)?,
+            MapHandle::try_from(&skeleton_maps.placement_memory)?,
+            MapHandle::try_from(&skeleton_maps.server_traffic)?,
+            MapHandle::try_from(&skeleton_maps.connections)?,
+            MapHandle::try_from(&skeleton_maps.connection_stacks)?,
+            MapHandle::try_from(&skeleton_maps.bss_opened)?,
+            MapHandle::try_from(&skeleton_maps.bss_recent)?,
+            MapHandle::try_from(&skeleton_maps.flow_table)?,
+            MapHandle::try_from(&skeleton_maps.fragments)?,
+            MapHandle::try_from(&skeleton_maps.lb_stamped_servers)?,
+            MapHandle::try_from(&skeleton_maps.bss_broadcast)?,
+            MapHandle::try_from(&skeleton_maps.bss_takes)?,
+            MapHandle::try_from(&skeleton_maps.bss_tunnels)?,
+            MapHandle::try_from(&skeleton_maps.lb_stamped_offsets)?,
+            MapHandle::try_from(&skeleton_maps.bss_members)?,
         ];
-        let maps = Self::new(handles, sizes)?;
+        let maps = Self::new(map_handles, sizes)?;
         maps.state.store(std::mem::offset_of!(intf::lb_state, layout_version), u64::from(intf::LB_LAYOUT_VERSION));
-        Ok((maps, loaded.progs.lb.as_fd().try_clone_to_owned()?))
+        Ok((maps, loaded_skeleton.progs.lb.as_fd().try_clone_to_owned()?))
     }
 
     /// Loads another variant of the program, which uses the same maps.
-    pub fn load(&self, variant: &Variant) -> anyhow::Result<OwnedFd> {
-        let mut storage = MaybeUninit::uninit();
-        let mut skeleton = open(&mut storage, variant, &self.sizes)?;
-        for (map, descriptor) in maps_of(&mut skeleton.maps).into_iter().zip(&self.handles) {
+    pub fn load(&self, variant: &ProgramVariant) -> anyhow::Result<OwnedFd> {
+        let mut object_storage = MaybeUninit::uninit();
+        let mut open_skeleton = open_variant(&mut object_storage, variant, &self.map_sizes)?;
+        for (map, descriptor) in maps_in_name_order(&mut open_skeleton.maps).into_iter().zip(&self.map_handles) {
             map.reuse_fd(descriptor.as_fd()).context("reusing a map")?;
         }
-        let loaded = skeleton.load().context("loading lb.bpf.c into the kernel")?;
-        Ok(loaded.progs.lb.as_fd().try_clone_to_owned()?)
+        let loaded_skeleton = open_skeleton.load().context("loading lb.bpf.c into the kernel")?;
+        Ok(loaded_skeleton.progs.lb.as_fd().try_clone_to_owned()?)
     }
 
     /// Loads the variant of the program `like` that captures the packets of one service ([`super::capture`]). Returns
     /// this variant and the map of its perf buffer.
-    pub fn load_capturing(
+    pub fn load_capturing_program(
         &self,
         like: BorrowedFd<'_>,
-        watched: &CapturedService,
+        watched: &CaptureTarget,
     ) -> anyhow::Result<(OwnedFd, MapHandle)> {
-        let mut storage = MaybeUninit::uninit();
-        let mut skeleton = LbSkelBuilder::default().open(&mut storage).context("opening lb.bpf.o")?;
-        let constants = constants_of(like)?;
+        let mut object_storage = MaybeUninit::uninit();
+        let mut open_skeleton = LbSkelBuilder::default().open(&mut object_storage).context("opening lb.bpf.o")?;
+        let loaded_constants = read_only_data(like)?;
         // In another version of coreward the constants have another layout and meaning.
-        let same = "the attached program was not loaded by this version of coreward: restart the daemon first";
-        skeleton.maps.rodata.set_initial_value(&constants).context(same)?;
-        let constants = skeleton.maps.rodata_data.as_deref_mut().context("lb.bpf.o has no constants")?;
+        let other_version_message =
+            "the attached program was not loaded by this version of coreward: restart the daemon first";
+        open_skeleton.maps.rodata.set_initial_value(&loaded_constants).context(other_version_message)?;
+        let constants = open_skeleton.maps.rodata_data.as_deref_mut().context("lb.bpf.o has no constants")?;
         constants.capture_in_use = true;
         constants.vlans_or_capture_in_use = true;
         match watched.vip.ip() {
@@ -244,54 +254,59 @@ impl Maps {
         constants.capture_of.protocol = watched.protocol.number();
         constants.capture_of.service = watched.service.0.into();
         constants.capture_of.length = watched.length;
-        for (map, descriptor) in maps_of(&mut skeleton.maps).into_iter().zip(&self.handles) {
+        for (map, descriptor) in maps_in_name_order(&mut open_skeleton.maps).into_iter().zip(&self.map_handles) {
             map.reuse_fd(descriptor.as_fd()).context("reusing a map")?;
         }
-        let loaded = skeleton.load().context("loading lb.bpf.c into the kernel")?;
-        Ok((loaded.progs.lb.as_fd().try_clone_to_owned()?, MapHandle::try_from(&loaded.maps.captured)?))
+        let loaded_skeleton = open_skeleton.load().context("loading lb.bpf.c into the kernel")?;
+        Ok((
+            loaded_skeleton.progs.lb.as_fd().try_clone_to_owned()?,
+            MapHandle::try_from(&loaded_skeleton.maps.captured)?,
+        ))
     }
 
     /// Pins all maps in `directory`, which must be empty.
     pub fn pin(&self, directory: &Path) -> anyhow::Result<()> {
-        for (name, descriptor) in MAP_NAMES.iter().zip(&self.handles) {
-            super::link::pin(descriptor.as_fd(), &directory.join(name))?;
+        for (name, descriptor) in MAP_NAMES.iter().zip(&self.map_handles) {
+            super::link::pin_object(descriptor.as_fd(), &directory.join(name))?;
         }
         Ok(())
     }
 
     /// Takes over the maps pinned in `directory`. Fails when a map is missing, or has not the layout of this version.
     pub fn take_over(directory: &Path) -> anyhow::Result<Self> {
-        let mut storage = MaybeUninit::uninit();
-        let mut skeleton = LbSkelBuilder::default().open(&mut storage).context("opening lb.bpf.o")?;
-        let sizes = pinned_sizes(directory).with_context(|| recovery_hint(directory))?;
-        sizes.apply_to(&mut skeleton.maps)?;
-        let expected = maps_of(&mut skeleton.maps);
-        let mut handles = Vec::new();
-        for (name, expected) in MAP_NAMES.iter().zip(expected) {
-            handles.push(pinned_map(&directory.join(name), expected).with_context(|| recovery_hint(directory))?);
+        let mut object_storage = MaybeUninit::uninit();
+        let mut open_skeleton = LbSkelBuilder::default().open(&mut object_storage).context("opening lb.bpf.o")?;
+        let pinned_sizes = pinned_sizes(directory).with_context(|| version_mismatch_hint(directory))?;
+        pinned_sizes.set_map_sizes(&mut open_skeleton.maps)?;
+        let expected_maps = maps_in_name_order(&mut open_skeleton.maps);
+        let mut map_handles = Vec::new();
+        for (name, expected) in MAP_NAMES.iter().zip(expected_maps) {
+            map_handles.push(
+                open_pinned_map(&directory.join(name), expected).with_context(|| version_mismatch_hint(directory))?,
+            );
         }
-        let maps = Self::new(handles.try_into().expect("one per name"), sizes)?;
-        let version = maps.state.load(std::mem::offset_of!(intf::lb_state, layout_version));
+        let maps = Self::new(map_handles.try_into().expect("one per name"), pinned_sizes)?;
+        let layout_version = maps.state.load(std::mem::offset_of!(intf::lb_state, layout_version));
         ensure!(
-            version == u64::from(intf::LB_LAYOUT_VERSION),
-            "{}: layout version {version}, expected {}. {}",
+            layout_version == u64::from(intf::LB_LAYOUT_VERSION),
+            "{}: layout version {layout_version}, expected {}. {}",
             directory.join("state").display(),
             intf::LB_LAYOUT_VERSION,
-            recovery_hint(directory)
+            version_mismatch_hint(directory)
         );
         Ok(maps)
     }
 
     /// Changes the connection table in `directory` to the requested size; the flow table keeps its size. Fails when the
     /// connection table has another size and entries in use.
-    pub fn resize(&mut self, directory: &Path, requested: MapSizes) -> anyhow::Result<()> {
-        if self.sizes.flow_set_count != requested.flow_set_count {
-            let entries = |sets: u32| sets * intf::FLOW_SET_ENTRIES;
+    pub fn resize_connection_table(&mut self, directory: &Path, requested: MapSizes) -> anyhow::Result<()> {
+        if self.map_sizes.flow_table_set_count != requested.flow_table_set_count {
+            let flow_entry_count = |sets: u32| sets * intf::FLOW_SET_ENTRIES;
             tracing::warn!(
                 event = "flow-table-size-kept",
                 pin_directory = %directory.display(),
-                entries = entries(self.sizes.flow_set_count),
-                expected = entries(requested.flow_set_count),
+                entries = flow_entry_count(self.map_sizes.flow_table_set_count),
+                expected = flow_entry_count(requested.flow_table_set_count),
                 "the pinned flow table keeps its size: to apply `flow_table`, run `coreward lb --detach` first"
             );
         }
@@ -299,42 +314,43 @@ impl Maps {
         if found == requested {
             return Ok(());
         }
-        let used = connection_memory::count_used(&self.connections);
+        let used_entry_count = connection_memory::count_used_entries(&self.connections);
         ensure!(
-            used == 0,
-            "the connection table in {} has {} entries, not {}, and {used} of them are in use: give it the old size, \
+            used_entry_count == 0,
+            "the connection table in {} has {} entries, not {}, and {used_entry_count} of them are in use: give it \
+             the old size, \
              or \
              detach first (forwarding stops)",
             directory.display(),
             found.entry_count(),
             requested.entry_count()
         );
-        self.replace_array::<intf::connection>(directory, CONNECTIONS, requested.entry_count())?;
-        self.replace_array::<intf::connection_stack>(directory, CONNECTION_STACKS, requested.partition_count())?;
-        let [entries, stacks] = [CONNECTIONS, CONNECTION_STACKS].map(|name| self.descriptor(name));
-        self.connections = connection_memory::map(entries, stacks, requested)?;
-        self.sizes.connection_table_size = requested;
+        self.replace_array::<intf::connection>(directory, CONNECTIONS_MAP, requested.entry_count())?;
+        self.replace_array::<intf::connection_stack>(directory, CONNECTION_STACKS_MAP, requested.partition_count())?;
+        let [entries, stacks] = [CONNECTIONS_MAP, CONNECTION_STACKS_MAP].map(|name| self.map_fd(name));
+        self.connections = connection_memory::map_connection_table(entries, stacks, requested)?;
+        self.map_sizes.connection_table_size = requested;
         self.connections.initialise();
         Ok(())
     }
 
-    pub fn flow_set_count(&self) -> usize {
-        self.sizes.flow_set_count as usize
+    pub fn flow_table_set_count(&self) -> usize {
+        self.map_sizes.flow_table_set_count as usize
     }
 
-    pub fn counter_rows(&self) -> usize {
-        self.sizes.counter_rows as usize
+    pub fn counter_row_count(&self) -> usize {
+        self.map_sizes.counter_row_count as usize
     }
 
     pub fn placement_memory_bytes(&self) -> u32 {
-        self.sizes.placement_memory_bytes
+        self.map_sizes.placement_memory_bytes
     }
 
     /// Creates a placement memory of `bytes` bytes and copies the present contents into it.
     pub fn create_larger_placement_memory(&self, bytes: u32) -> anyhow::Result<MapHandle> {
-        let map = new_array(PLACEMENT_MEMORY, bytes + intf::PLACEMENT_MEMORY_SLACK, 1)?;
-        self.tables.memory().copy_to(&map_memory(&map, bytes)?);
-        Ok(map)
+        let larger_map = create_mmapable_array(PLACEMENT_MEMORY_MAP, bytes + intf::PLACEMENT_MEMORY_SLACK, 1)?;
+        self.tables.mapped_memory().copy_to(&map_placement_memory(&larger_map, bytes)?);
+        Ok(larger_map)
     }
 
     /// Loads the program with the placement memory `map`, attaches it by `switch` and returns it. After an error, the
@@ -343,73 +359,81 @@ impl Maps {
         &mut self,
         map: MapHandle,
         bytes: u32,
-        variant: &Variant,
+        variant: &ProgramVariant,
         pins: Option<&Path>,
         switch: impl FnOnce(BorrowedFd<'_>) -> anyhow::Result<()>,
     ) -> anyhow::Result<OwnedFd> {
-        let memory = map_memory(&map, bytes)?;
-        let before = (std::mem::replace(&mut self.handles[map_position(PLACEMENT_MEMORY)], map), self.sizes);
-        self.sizes.placement_memory_bytes = bytes;
-        let switched = self.load(variant).and_then(|program| switch(program.as_fd()).map(|()| program));
-        let program = match switched {
+        let mapped_memory = map_placement_memory(&map, bytes)?;
+        let previous_map_and_sizes =
+            (std::mem::replace(&mut self.map_handles[map_index(PLACEMENT_MEMORY_MAP)], map), self.map_sizes);
+        self.map_sizes.placement_memory_bytes = bytes;
+        let switch_result = self.load(variant).and_then(|program| switch(program.as_fd()).map(|()| program));
+        let program = match switch_result {
             Ok(program) => program,
             Err(error) => {
-                (self.handles[map_position(PLACEMENT_MEMORY)], self.sizes) = before;
+                (self.map_handles[map_index(PLACEMENT_MEMORY_MAP)], self.map_sizes) = previous_map_and_sizes;
                 return Err(error);
             }
         };
-        self.tables.grow(memory, bytes);
+        self.tables.switch_to_larger_memory(mapped_memory, bytes);
         if let Some(pins) = pins {
-            super::link::unpin(&pins.join(PLACEMENT_MEMORY))?;
-            super::link::pin(self.descriptor(PLACEMENT_MEMORY), &pins.join(PLACEMENT_MEMORY))?;
+            super::link::unpin(&pins.join(PLACEMENT_MEMORY_MAP))?;
+            super::link::pin_object(self.map_fd(PLACEMENT_MEMORY_MAP), &pins.join(PLACEMENT_MEMORY_MAP))?;
         }
         Ok(program)
     }
 
     /// Replaces the array of `T` that is pinned in `directory` as `name` by a new one, filled with zeros.
     fn replace_array<T>(&mut self, directory: &Path, name: &str, entries: u32) -> anyhow::Result<()> {
-        let map = new_array(name, size_of::<T>() as u32, entries)?;
+        let zeroed_map = create_mmapable_array(name, size_of::<T>() as u32, entries)?;
         super::link::unpin(&directory.join(name))?;
-        super::link::pin(map.as_fd(), &directory.join(name))?;
-        self.handles[map_position(name)] = map;
+        super::link::pin_object(zeroed_map.as_fd(), &directory.join(name))?;
+        self.map_handles[map_index(name)] = zeroed_map;
         Ok(())
     }
 
-    fn descriptor(&self, name: &str) -> BorrowedFd<'_> {
-        self.handles[map_position(name)].as_fd()
+    fn map_fd(&self, name: &str) -> BorrowedFd<'_> {
+        self.map_handles[map_index(name)].as_fd()
     }
 
     /// Returns the map that holds the destinations of fragmented datagrams.
-    pub fn fragments(&self) -> &MapHandle {
-        &self.handles[map_position(FRAGMENTS)]
+    pub fn fragment_map(&self) -> &MapHandle {
+        &self.map_handles[map_index(FRAGMENTS_MAP)]
     }
 
     /// Returns the map that holds the clocks of servers with LB-side stamping.
-    pub fn lb_stamped_servers(&self) -> &MapHandle {
-        &self.handles[map_position(LB_STAMPED_SERVERS)]
+    pub fn lb_stamped_server_map(&self) -> &MapHandle {
+        &self.map_handles[map_index(LB_STAMPED_SERVERS_MAP)]
     }
 }
 
 /// Creates an array map, filled with zeros, that can be mapped into memory.
-fn new_array(name: &str, value_bytes: u32, entries: u32) -> anyhow::Result<MapHandle> {
-    let options = libbpf_sys::bpf_map_create_opts {
+fn create_mmapable_array(name: &str, value_bytes: u32, entries: u32) -> anyhow::Result<MapHandle> {
+    let create_options = libbpf_sys::bpf_map_create_opts {
         sz: size_of::<libbpf_sys::bpf_map_create_opts>() as libbpf_sys::size_t,
         map_flags: libbpf_sys::BPF_F_MMAPABLE,
         ..Default::default()
     };
     // The kernel accepts names of at most 15 characters.
-    let short = &name[..name.len().min(15)];
-    MapHandle::create(MapType::Array, Some(short), size_of::<u32>() as u32, value_bytes, entries, &options)
-        .with_context(|| format!("making {name} of {entries} entries of {value_bytes} bytes"))
+    let kernel_map_name = &name[..name.len().min(15)];
+    MapHandle::create(
+        MapType::Array,
+        Some(kernel_map_name),
+        size_of::<u32>() as u32,
+        value_bytes,
+        entries,
+        &create_options,
+    )
+    .with_context(|| format!("making {name} of {entries} entries of {value_bytes} bytes"))
 }
 
 /// Maps the first `bytes` bytes of the map for placement tables into memory.
-fn map_memory(map: impl AsFd, bytes: u32) -> anyhow::Result<MmapArray<[u64]>> {
+fn map_placement_memory(map: impl AsFd, bytes: u32) -> anyhow::Result<MmapArray<[u64]>> {
     MmapArray::new_slice(map, bytes as usize / size_of::<u64>()).context("mapping the placement tables")
 }
 
 /// Service whose packets `coreward capture` captures.
-pub(super) struct CapturedService {
+pub(super) struct CaptureTarget {
     pub vip: SocketAddr,
     pub protocol: Protocol,
     pub service: ServiceIndex,
@@ -417,12 +441,12 @@ pub(super) struct CapturedService {
 }
 
 /// Returns the read-only data of a loaded program, which holds the constants that variants differ in.
-fn constants_of(program: BorrowedFd<'_>) -> anyhow::Result<Vec<u8>> {
+fn read_only_data(program: BorrowedFd<'_>) -> anyhow::Result<Vec<u8>> {
     let id = libbpf_rs::Program::id_from_fd(program).context("the program's id")?;
-    let options = ProgInfoQueryOptions::default().include_map_ids(true);
-    let mut programs = ProgInfoIter::with_query_opts(options);
-    let info = programs.find(|info| info.id == id).context("the program is not listed")?;
-    for map in info.map_ids {
+    let query_options = ProgInfoQueryOptions::default().include_map_ids(true);
+    let mut program_infos = ProgInfoIter::with_query_opts(query_options);
+    let program_info = program_infos.find(|info| info.id == id).context("the program is not listed")?;
+    for map in program_info.map_ids {
         let map = MapHandle::from_map_id(map).context("a map of the program")?;
         if map.name().to_string_lossy().ends_with(".rodata") {
             let constants = map.lookup(&0u32.to_ne_bytes(), MapFlags::ANY).context("the program's constants")?;
@@ -432,31 +456,33 @@ fn constants_of(program: BorrowedFd<'_>) -> anyhow::Result<Vec<u8>> {
     anyhow::bail!("the attached program has no constants: it is not coreward's")
 }
 
-fn map_position(name: &str) -> usize {
+fn map_index(name: &str) -> usize {
     MAP_NAMES.iter().position(|of| *of == name).expect("in the list")
 }
 
 /// Returns the sizes of the maps pinned in `directory`. Fails when a map is missing, or the connection table has an
 /// invalid size.
 fn pinned_sizes(directory: &Path) -> anyhow::Result<MapSizes> {
-    let entries = |name: &str| {
+    let max_entries_of = |name: &str| {
         let path = directory.join(name);
         Ok::<_, anyhow::Error>(
             MapHandle::from_pinned_path(&path).with_context(|| path.display().to_string())?.max_entries(),
         )
     };
-    let connection_table_size = TableSize::try_from(u64::from(entries(CONNECTIONS)?))?;
-    let memory = directory.join(PLACEMENT_MEMORY);
-    let memory = MapHandle::from_pinned_path(&memory).with_context(|| memory.display().to_string())?.value_size();
+    let connection_table_size = TableSize::try_from(u64::from(max_entries_of(CONNECTIONS_MAP)?))?;
+    let placement_memory_path = directory.join(PLACEMENT_MEMORY_MAP);
+    let placement_map_bytes = MapHandle::from_pinned_path(&placement_memory_path)
+        .with_context(|| placement_memory_path.display().to_string())?
+        .value_size();
     Ok(MapSizes {
-        flow_set_count: entries(FLOW_TABLE)?,
+        flow_table_set_count: max_entries_of(FLOW_TABLE_MAP)?,
         connection_table_size,
-        placement_memory_bytes: memory.saturating_sub(intf::PLACEMENT_MEMORY_SLACK),
-        counter_rows: entries(COUNTERS)? / intf::LB_COUNTERS_PER_ROW,
+        placement_memory_bytes: placement_map_bytes.saturating_sub(intf::PLACEMENT_MEMORY_SLACK),
+        counter_row_count: max_entries_of(COUNTERS_MAP)? / intf::LB_COUNTERS_PER_ROW,
     })
 }
 
-fn recovery_hint(directory: &Path) -> String {
+fn version_mismatch_hint(directory: &Path) -> String {
     format!(
         "What is pinned in {directory} was not made by this version of coreward: `coreward lb` of this version takes \
          its place \
@@ -466,13 +492,13 @@ fn recovery_hint(directory: &Path) -> String {
 }
 
 /// Opens the map that is pinned at `path`. Fails when its type or sizes differ from those of the map `expected`.
-fn pinned_map(path: &Path, expected: &OpenMapMut<'_>) -> anyhow::Result<MapHandle> {
+fn open_pinned_map(path: &Path, expected: &OpenMapMut<'_>) -> anyhow::Result<MapHandle> {
     let map = MapHandle::from_pinned_path(path).with_context(|| path.display().to_string())?;
-    let found = (map.map_type(), map.key_size(), map.value_size(), map.max_entries());
+    let pinned_layout = (map.map_type(), map.key_size(), map.value_size(), map.max_entries());
     let expected_layout = (expected.map_type(), expected.key_size(), expected.value_size(), expected.max_entries());
     ensure!(
-        found == expected_layout,
-        "{}: (type, key size, value size, entries) is {found:?}, expected {expected_layout:?}",
+        pinned_layout == expected_layout,
+        "{}: (type, key size, value size, entries) is {pinned_layout:?}, expected {expected_layout:?}",
         path.display()
     );
     Ok(map)
@@ -490,17 +516,18 @@ pub(super) fn unpin_maps(directory: &Path) -> anyhow::Result<()> {
 }
 
 /// Returns whether the attached program, of any version, has a counter row per CPU, as generic XDP needs.
-pub(super) fn pinned_counters_by_cpu(directory: &Path) -> anyhow::Result<bool> {
-    let path = directory.join("state");
-    let state = MapHandle::from_pinned_path(&path).with_context(|| path.display().to_string())?;
-    let bytes = state.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("an empty map")?;
+pub(super) fn pinned_program_counts_by_cpu(directory: &Path) -> anyhow::Result<bool> {
+    let state_path = directory.join("state");
+    let state_map = MapHandle::from_pinned_path(&state_path).with_context(|| state_path.display().to_string())?;
+    let state_bytes = state_map.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("an empty map")?;
     let at = std::mem::offset_of!(intf::lb_state, counters_by_cpu);
-    let word = bytes.get(at..at + size_of::<u64>()).with_context(|| format!("{}: too short", path.display()))?;
-    Ok(word.iter().any(|byte| *byte != 0))
+    let counters_by_cpu_word =
+        state_bytes.get(at..at + size_of::<u64>()).with_context(|| format!("{}: too short", state_path.display()))?;
+    Ok(counters_by_cpu_word.iter().any(|byte| *byte != 0))
 }
 
 /// Removes the pins of all maps ([`Maps::pin`]), and the directory.
-pub(super) fn unpin(directory: &Path) -> anyhow::Result<()> {
+pub(super) fn unpin_maps_and_directory(directory: &Path) -> anyhow::Result<()> {
     unpin_maps(directory)?;
     match fs::remove_dir(directory) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
@@ -510,45 +537,46 @@ pub(super) fn unpin(directory: &Path) -> anyhow::Result<()> {
     }
 }
 
-pub(super) fn any_pinned(directory: &Path) -> bool {
+pub(super) fn has_pinned_map(directory: &Path) -> bool {
     MAP_NAMES.iter().any(|name| directory.join(name).exists())
 }
 
-fn open<'obj>(
+fn open_variant<'obj>(
     storage: &'obj mut MaybeUninit<libbpf_rs::OpenObject>,
-    variant: &Variant,
+    variant: &ProgramVariant,
     sizes: &MapSizes,
 ) -> anyhow::Result<OpenLbSkel<'obj>> {
-    let mut skeleton = LbSkelBuilder::default().open(storage).context("opening lb.bpf.o")?;
-    let constants = skeleton.maps.rodata_data.as_deref_mut().context("lb.bpf.o has no constants")?;
-    constants.rules_in_use = bits_or_default(variant.features.rule_bits, DEFAULT_RULES);
-    constants.modes_in_use = bits_or_default(variant.features.mode_bits, DEFAULT_MODES);
-    constants.timestamps_off_in_use = variant.features.has_timestamps_off;
-    constants.timestamps_lb_in_use = variant.features.has_lb_stamping;
-    constants.other_balancer_in_use = variant.features.has_transfer;
-    constants.lb_stamping_by_ticks = variant.lb_stamping_clock == LbStampingClock::Ticks;
+    let mut open_skeleton = LbSkelBuilder::default().open(storage).context("opening lb.bpf.o")?;
+    let constants = open_skeleton.maps.rodata_data.as_deref_mut().context("lb.bpf.o has no constants")?;
+    constants.rules_in_use = bits_or_default(variant.required_features.placement_rule_bits, DEFAULT_RULE_BITS);
+    constants.modes_in_use = bits_or_default(variant.required_features.consistency_mode_bits, DEFAULT_MODE_BITS);
+    constants.timestamps_off_in_use = variant.required_features.has_tcp_without_timestamps;
+    constants.timestamps_lb_in_use = variant.required_features.has_lb_stamping;
+    constants.other_balancer_in_use = variant.required_features.has_migrating_service;
+    constants.lb_stamping_by_ticks = variant.lb_stamping_clock == LbStampingClock::DaemonTicks;
     constants.packets_read_clock = variant.packets_read_clock;
-    constants.udp_in_use = variant.features.has_udp;
-    constants.ipv6_in_use = variant.features.has_ipv6;
-    constants.forwarding_in_use = bits_or_default(variant.features.forwarding_bits, DEFAULT_FORWARDING);
-    constants.traffic_in_use = variant.counts_traffic;
-    constants.vlans_in_use = variant.vlans.is_used();
+    constants.udp_in_use = variant.required_features.has_udp;
+    constants.ipv6_in_use = variant.required_features.has_ipv6;
+    constants.forwarding_in_use =
+        bits_or_default(variant.required_features.forwarding_mode_bits, DEFAULT_FORWARDING_BITS);
+    constants.traffic_in_use = variant.counts_server_traffic;
+    constants.vlans_in_use = variant.vlan_settings.uses_tags();
     constants.vlans_or_capture_in_use = constants.vlans_in_use;
-    constants.vip_vlan = variant.vlans.vip.get();
+    constants.vip_vlan = variant.vlan_settings.vip.get();
     constants.counters_by_cpu = variant.counters_by_cpu;
     constants.connection_partition_mask = sizes.connection_table_size.partition_count() - 1;
     constants.placement_memory_mask = sizes.placement_memory_bytes - 1;
-    constants.counter_row_mask = sizes.counter_rows - 1;
-    constants.flow_set_count = sizes.flow_set_count;
+    constants.counter_row_mask = sizes.counter_row_count - 1;
+    constants.flow_set_count = sizes.flow_table_set_count;
     for (reason, rates) in variant.broadcast_limits.into_iter().enumerate() {
-        let source = &mut constants.broadcast_per_source[reason];
-        (source.interval_ns, source.burst_ns) = token_bucket_times(rates.per_source);
-        let service = &mut constants.broadcast_per_service[reason];
-        (service.interval_ns, service.burst_ns) = token_bucket_times(rates.per_service);
-        let all = &mut constants.broadcast_total[reason];
-        (all.interval_ns, all.burst_ns) = token_bucket_times(rates.total);
+        let source_limit = &mut constants.broadcast_per_source[reason];
+        (source_limit.interval_ns, source_limit.burst_ns) = token_bucket_times(rates.source_limit);
+        let service_limit = &mut constants.broadcast_per_service[reason];
+        (service_limit.interval_ns, service_limit.burst_ns) = token_bucket_times(rates.service_limit);
+        let total_limit = &mut constants.broadcast_total[reason];
+        (total_limit.interval_ns, total_limit.burst_ns) = token_bucket_times(rates.total_limit);
     }
-    Ok(skeleton)
+    Ok(open_skeleton)
 }
 
 fn bits_or_default(bits: u32, default: u32) -> u32 {
@@ -557,26 +585,6 @@ fn bits_or_default(bits: u32, default: u32) -> u32 {
 
 /// Converts a rate to the fields of `struct token_bucket` in `bpf/lb/broadcast.h`: ns per token, and burst in ns.
 fn token_bucket_times(rate: PacketRate) -> (u64, u64) {
-    let interval = 1_000_000_000 / u64::from(rate.per_second.max(1));
-    (interval, interval * u64::from(rate.burst.max(1) - 1))
-}
-
-/// Returns the load balancer's directory below the configured one, which is created if it is missing. Fails when the
-/// directory is not on a BPF file system.
-pub(super) fn create_pin_directory(configured: &Path) -> anyhow::Result<PathBuf> {
-    let directory = configured.join("lb");
-    fs::create_dir_all(&directory).with_context(|| directory.display().to_string())?;
-    ensure_bpf_file_system(configured)?;
-    Ok(directory)
-}
-
-/// Returns the directory that contains a load balancer's pinned maps. Fails when no map is pinned there.
-pub(super) fn existing_pin_directory(configured: &Path) -> anyhow::Result<PathBuf> {
-    let directory = configured.join("lb");
-    ensure!(
-        any_pinned(&directory),
-        "no load balancer has pinned anything in {}: expected its `pin_directory`",
-        configured.display()
-    );
-    Ok(directory)
+    let ns_per_token = 1_000_000_000 / u64::from(rate.per_second.max(1));
+    (ns_per_token, ns_per_token * u64::from(rate.burst_packets.max(1) - 1))
 }

@@ -9,77 +9,78 @@ use coreward_model::lb::ServerTraffic;
 
 use super::program::Maps;
 use super::services::service_name;
-use super::variant::Variant;
-use super::{LoadBalancer, SERVER_FLAGS_SHIFT, Server, ServiceIndex, entry_offset};
+use super::variant::ProgramVariant;
+use super::{LoadBalancer, SERVER_FLAGS_SHIFT, Server, ServiceIndex, server_entry_offset};
 use crate::mac::MacAddress;
 
 /// Flags of a server that are set by the configuration.
-const CONFIGURED_FLAGS: u32 = intf::SERVER_KNOWN | intf::SERVER_ELIGIBLE;
+const CONFIGURED_SERVER_FLAGS: u32 = intf::SERVER_KNOWN | intf::SERVER_ELIGIBLE;
 
 /// Returns the MAC address in a `struct server_entry`; `None`: the address is not resolved.
 pub(super) fn resolved_mac(entry: u64) -> Option<MacAddress> {
-    let flags = (entry >> SERVER_FLAGS_SHIFT) as u32;
-    (flags & intf::SERVER_RESOLVED != 0).then(|| MacAddress::from_word(entry))
+    let server_flags = (entry >> SERVER_FLAGS_SHIFT) as u32;
+    (server_flags & intf::SERVER_RESOLVED != 0).then(|| MacAddress::from_word(entry))
 }
 
 /// Returns the offset of the word with the flags of a service's server, and the position of the lowest flag in it.
 fn member_flags_position(service: ServiceIndex, id: u16) -> (usize, u32) {
-    let word = usize::from(service.0) * intf::MEMBERSHIP_WORDS as usize
+    let word_index = usize::from(service.0) * intf::MEMBERSHIP_WORDS as usize
         + usize::from(id) / intf::SERVER_MEMBERS_PER_WORD as usize;
-    let shift = u32::from(id) % intf::SERVER_MEMBERS_PER_WORD * intf::SERVER_MEMBER_BITS;
-    (word * size_of::<u64>(), shift)
+    let flags_shift = u32::from(id) % intf::SERVER_MEMBERS_PER_WORD * intf::SERVER_MEMBER_BITS;
+    (word_index * size_of::<u64>(), flags_shift)
 }
 
 /// Returns the entry of a service's server as a word, as server_at() of `bpf/lb/placement.h` does for packets.
 pub(super) fn server_entry(maps: &Maps, service: ServiceIndex, id: ServerId) -> u64 {
     let (word, shift) = member_flags_position(service, id.get());
-    let flags = maps.membership.load(word) >> shift & u64::from(intf::SERVER_MEMBER_MASK);
-    maps.servers.load(entry_offset::<intf::server_entry>(id.get())) | flags << SERVER_FLAGS_SHIFT
+    let member_flags = maps.service_member_flags.load(word) >> shift & u64::from(intf::SERVER_MEMBER_MASK);
+    maps.servers.load(server_entry_offset::<intf::server_entry>(id.get())) | member_flags << SERVER_FLAGS_SHIFT
 }
 
-pub(super) fn members(maps: &Maps, service: ServiceIndex) -> Vec<ServerId> {
+pub(super) fn member_ids(maps: &Maps, service: ServiceIndex) -> Vec<ServerId> {
     servers_with_flag(maps, service, intf::SERVER_KNOWN)
 }
 
 pub(super) fn servers_with_flag(maps: &Maps, service: ServiceIndex, flag: u32) -> Vec<ServerId> {
-    let first = usize::from(service.0) * intf::MEMBERSHIP_WORDS as usize;
-    let mut ids = Vec::new();
+    let first_word = usize::from(service.0) * intf::MEMBERSHIP_WORDS as usize;
+    let mut server_ids = Vec::new();
     for position in 0..intf::MEMBERSHIP_WORDS as usize {
-        let word = maps.membership.load((first + position) * size_of::<u64>());
-        let known = |member: &u32| word >> (member * intf::SERVER_MEMBER_BITS) & u64::from(flag) != 0;
-        let of_word = if word == 0 { 0..0 } else { 0..intf::SERVER_MEMBERS_PER_WORD };
+        let member_flags_word = maps.service_member_flags.load((first_word + position) * size_of::<u64>());
+        let has_flag = |member: &u32| member_flags_word >> (member * intf::SERVER_MEMBER_BITS) & u64::from(flag) != 0;
+        let members_of_word = if member_flags_word == 0 { 0..0 } else { 0..intf::SERVER_MEMBERS_PER_WORD };
         let id = |member: u32| position as u64 * u64::from(intf::SERVER_MEMBERS_PER_WORD) + u64::from(member);
-        ids.extend(of_word.filter(known).filter_map(|member| ServerId::try_from(id(member)).ok()));
+        server_ids.extend(members_of_word.filter(has_flag).filter_map(|member| ServerId::try_from(id(member)).ok()));
     }
-    ids
+    server_ids
 }
 
 impl LoadBalancer {
     /// Sets the flags in `mask` of a service's server. The write is not atomic, as only this process writes flags.
     fn set_member_flags(&mut self, service: ServiceIndex, id: ServerId, mask: u32, flags: u32) {
         let (at, shift) = member_flags_position(service, id.get());
-        let word = self.maps.membership.load(at);
-        let new = word & !(u64::from(mask) << shift) | u64::from(flags) << shift;
-        if new != word {
-            self.maps.membership.store(at, new);
+        let present_flags_word = self.maps.service_member_flags.load(at);
+        let changed_flags_word = present_flags_word & !(u64::from(mask) << shift) | u64::from(flags) << shift;
+        if changed_flags_word != present_flags_word {
+            self.maps.service_member_flags.store(at, changed_flags_word);
         }
     }
 
     /// Marks the servers in `down`, which the service's placement table lists, as down, and its other servers as up.
-    pub(super) fn set_down(&mut self, service: ServiceIndex, down: &[ServerId]) {
-        let down: BTreeSet<ServerId> = down.iter().copied().collect();
-        for up in servers_with_flag(&self.maps, service, intf::SERVER_DOWN).into_iter().filter(|id| !down.contains(id))
+    pub(super) fn set_down_servers(&mut self, service: ServiceIndex, down: &[ServerId]) {
+        let down_ids: BTreeSet<ServerId> = down.iter().copied().collect();
+        for up in
+            servers_with_flag(&self.maps, service, intf::SERVER_DOWN).into_iter().filter(|id| !down_ids.contains(id))
         {
             self.set_member_flags(service, up, intf::SERVER_DOWN, 0);
         }
-        down.into_iter().for_each(|id| self.set_member_flags(service, id, intf::SERVER_DOWN, intf::SERVER_DOWN));
+        down_ids.into_iter().for_each(|id| self.set_member_flags(service, id, intf::SERVER_DOWN, intf::SERVER_DOWN));
     }
 
-    /// Adds a server to a service, or changes it. The MAC address applies to all services that have the server.
+    /// Adds a server to a service, or changes it. The MAC address applies to every service that has the server.
     pub fn set_server(&mut self, service: ServiceIndex, id: ServerId, server: Server) {
-        let flags = intf::SERVER_KNOWN | if server.is_eligible { intf::SERVER_ELIGIBLE } else { 0 };
-        let resolved = |mac: MacAddress| mac.word() | u64::from(intf::SERVER_RESOLVED) << SERVER_FLAGS_SHIFT;
-        if let Err(error) = self.move_lb_stamped_server(service, id, server.mac, server.is_eligible) {
+        let server_flags = intf::SERVER_KNOWN | if server.is_eligible { intf::SERVER_ELIGIBLE } else { 0 };
+        let resolved_entry = |mac: MacAddress| mac.to_word() | u64::from(intf::SERVER_RESOLVED) << SERVER_FLAGS_SHIFT;
+        if let Err(error) = self.move_stamped_server_clock(service, id, server.mac, server.is_eligible) {
             tracing::warn!(
                 event = "server-not-stamped",
                 service = service_name(&self.maps, service),
@@ -88,8 +89,10 @@ impl LoadBalancer {
                 "the load balancer cannot stamp replies of the server, whose service has `timestamps = \"lb\"`"
             );
         }
-        self.maps.servers.store(entry_offset::<intf::server_entry>(id.get()), server.mac.map_or(0, resolved));
-        self.set_member_flags(service, id, CONFIGURED_FLAGS, flags);
+        self.maps
+            .servers
+            .store(server_entry_offset::<intf::server_entry>(id.get()), server.mac.map_or(0, resolved_entry));
+        self.set_member_flags(service, id, CONFIGURED_SERVER_FLAGS, server_flags);
     }
 
     /// Sets whether the health checks of this load balancer found the server down. If so, UDP flows move to other
@@ -100,7 +103,7 @@ impl LoadBalancer {
 
     /// Removes a server from a service. Packets of its connections are then broadcast at a limited rate.
     pub fn remove_server(&mut self, service: ServiceIndex, id: ServerId) {
-        if let Err(error) = self.forget_lb_stamped_server(service, id) {
+        if let Err(error) = self.remove_lb_stamped_server(service, id) {
             tracing::warn!(
                 event = "server-not-removed",
                 service = service_name(&self.maps, service),
@@ -114,47 +117,48 @@ impl LoadBalancer {
 
     /// Returns the servers of a service, sorted by id. After a take-over these are the servers of the previous process.
     pub fn servers(&self, service: ServiceIndex) -> Vec<(ServerId, Server)> {
-        members(&self.maps, service).into_iter().filter_map(|id| Some((id, self.server(service, id)?))).collect()
+        member_ids(&self.maps, service).into_iter().filter_map(|id| Some((id, self.server(service, id)?))).collect()
     }
 
     /// Returns the ids of a service's servers.
-    pub fn members(&self, service: ServiceIndex) -> Vec<ServerId> {
-        members(&self.maps, service)
+    pub fn member_ids(&self, service: ServiceIndex) -> Vec<ServerId> {
+        member_ids(&self.maps, service)
     }
 
     /// Returns the state of a service's server; `None`: the service has no such server.
     pub fn server(&self, service: ServiceIndex, id: ServerId) -> Option<Server> {
-        let word = server_entry(&self.maps, service, id);
-        let flags = (word >> SERVER_FLAGS_SHIFT) as u32;
-        let server = Server { mac: resolved_mac(word), is_eligible: flags & intf::SERVER_ELIGIBLE != 0 };
-        (flags & intf::SERVER_KNOWN != 0).then_some(server)
+        let entry_word = server_entry(&self.maps, service, id);
+        let server_flags = (entry_word >> SERVER_FLAGS_SHIFT) as u32;
+        let server = Server { mac: resolved_mac(entry_word), is_eligible: server_flags & intf::SERVER_ELIGIBLE != 0 };
+        (server_flags & intf::SERVER_KNOWN != 0).then_some(server)
     }
 
     /// Sets whether packets and bytes are counted by server (off by default), which costs two additions per packet.
-    pub fn count_traffic(&mut self, is_enabled: bool) -> anyhow::Result<()> {
-        self.change_variant(Variant { counts_traffic: is_enabled, ..self.variant })
+    pub fn set_traffic_counting(&mut self, is_enabled: bool) -> anyhow::Result<()> {
+        self.load_variant(ProgramVariant { counts_server_traffic: is_enabled, ..self.variant })
     }
 
     /// Returns the packets and bytes sent to a server, summed over all services.
     pub fn traffic(&self, id: ServerId) -> ServerTraffic {
-        let [sum] = self.traffic_of(&[id])[..] else { unreachable!("one of each") };
+        let [sum] = self.traffic_of_servers(&[id])[..] else { unreachable!("one of each") };
         sum
     }
 
     /// Returns the traffic of each server of `ids`, in that order. Counters are read row by row, because reading them
     /// server by server would miss the cache for each server.
-    pub fn traffic_of(&self, ids: &[ServerId]) -> Vec<ServerTraffic> {
-        let mut sums = vec![ServerTraffic::default(); ids.len()];
-        for row in 0..self.maps.counter_rows() {
-            for (id, sum) in ids.iter().zip(&mut sums) {
-                let position = row * ServerId::COUNT + usize::from(id.get());
-                let load = |field| self.maps.traffic.load(position * size_of::<intf::server_traffic>() + field);
-                sum.opened += load(offset_of!(intf::server_traffic, opened));
-                sum.closed += load(offset_of!(intf::server_traffic, closed));
-                sum.packets += load(offset_of!(intf::server_traffic, packets));
-                sum.bytes += load(offset_of!(intf::server_traffic, bytes));
+    pub fn traffic_of_servers(&self, ids: &[ServerId]) -> Vec<ServerTraffic> {
+        let mut traffic_sums = vec![ServerTraffic::default(); ids.len()];
+        for row in 0..self.maps.counter_row_count() {
+            for (id, sum) in ids.iter().zip(&mut traffic_sums) {
+                let entry_index = row * ServerId::COUNT + usize::from(id.get());
+                let load_field =
+                    |field| self.maps.traffic.load(entry_index * size_of::<intf::server_traffic>() + field);
+                sum.opened += load_field(offset_of!(intf::server_traffic, opened));
+                sum.closed += load_field(offset_of!(intf::server_traffic, closed));
+                sum.packet_count += load_field(offset_of!(intf::server_traffic, packets));
+                sum.bytes += load_field(offset_of!(intf::server_traffic, bytes));
             }
         }
-        sums
+        traffic_sums
     }
 }

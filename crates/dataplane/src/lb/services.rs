@@ -6,7 +6,7 @@ use std::mem::offset_of;
 use anyhow::Context as _;
 use coreward_intf as intf;
 use coreward_model::ServiceAddress;
-use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
+use coreward_model::consistency::{Consistency, ServiceMode, TimestampOrigin};
 use coreward_model::forwarding::Forwarding;
 use coreward_model::tuple::{Protocol, address_from_words};
 use libbpf_rs::{MapCore as _, MapFlags};
@@ -14,7 +14,7 @@ use zerocopy::FromBytes as _;
 
 use super::program::Maps;
 use super::tables::StoredTable;
-use super::variant::{EnabledFeatures, Variant};
+use super::variant::{ProgramVariant, RequiredFeatures};
 use super::{LoadBalancer, ServiceIndex, service_state_offset};
 use crate::service_slots;
 
@@ -51,55 +51,56 @@ pub enum ModeError {
          by \
              the load balancer can be adopted or handed over"
     )]
-    CannotTransfer(ServiceAddress),
+    CannotMigrate(ServiceAddress),
     /// LB-side stamping needs L2 forwarding: replies of servers behind routers do not pass the load balancer.
     #[error("service {0}: timestamps by the load balancer need forwarding \"l2\"")]
     NeedsL2(ServiceAddress),
 }
 
-fn check_mode(address: &ServiceAddress, mode: &ServiceMode) -> Result<(), ModeError> {
-    let any_protocol = matches!(mode.consistency, Consistency::None | Consistency::HashTable);
-    if address.protocol == Protocol::Udp && !any_protocol {
+fn check_mode_combination(address: &ServiceAddress, mode: &ServiceMode) -> Result<(), ModeError> {
+    let allows_any_protocol = matches!(mode.consistency, Consistency::None | Consistency::HashTable);
+    if address.protocol == Protocol::Udp && !allows_any_protocol {
         return Err(ModeError::NeedsTcp(*address, mode.consistency));
     }
-    let stateless = mode.consistency == Consistency::Stateless && address.protocol == Protocol::Tcp;
-    if mode.timestamps == Timestamps::LoadBalancer && !stateless {
+    let is_stateless_tcp = mode.consistency == Consistency::Stateless && address.protocol == Protocol::Tcp;
+    if mode.timestamps == TimestampOrigin::LoadBalancer && !is_stateless_tcp {
         return Err(ModeError::NeedsStateless(*address));
     }
-    if mode.timestamps == Timestamps::LoadBalancer && mode.forwarding.encapsulates() {
+    if mode.timestamps == TimestampOrigin::LoadBalancer && mode.forwarding.encapsulates() {
         return Err(ModeError::NeedsL2(*address));
     }
     if mode.migration.is_some() && (address.protocol == Protocol::Udp || !mode.can_migrate()) {
-        return Err(ModeError::CannotTransfer(*address));
+        return Err(ModeError::CannotMigrate(*address));
     }
     Ok(())
 }
 
 /// Encodes a service's index and mode as the number of its directory slot (layout of `bpf/include/intf.h`).
-fn slot_number(index: ServiceIndex, mode: ServiceMode) -> u32 {
-    u32::from(index.0) | mode.slot_bits()
+fn encode_slot_number(index: ServiceIndex, mode: ServiceMode) -> u32 {
+    u32::from(index.0) | mode.service_slot_bits()
 }
 
 /// Decodes the index and the mode, without its forwarding, from a slot's number; `None`: the slot is empty.
-fn parse_slot_number(number: u32) -> Option<(ServiceIndex, ServiceMode)> {
-    let index = (number & intf::SERVICE_INDEX_MASK) as u16;
-    let mode = ServiceMode::from_slot_bits(number & !intf::SERVICE_INDEX_MASK)?;
-    (u32::from(index) < intf::MAX_SERVICES).then_some((ServiceIndex(index), mode))
+fn decode_slot_number(number: u32) -> Option<(ServiceIndex, ServiceMode)> {
+    let service_index = (number & intf::SERVICE_INDEX_MASK) as u16;
+    let service_mode = ServiceMode::from_service_slot_bits(number & !intf::SERVICE_INDEX_MASK)?;
+    (u32::from(service_index) < intf::MAX_SERVICES).then_some((ServiceIndex(service_index), service_mode))
 }
 
 /// Returns the features that the program must have for these services and their tables.
-pub(super) fn features_in_use(services: &BTreeMap<ServiceAddress, Service>) -> EnabledFeatures {
-    let of = |(address, service): (&ServiceAddress, &Service)| EnabledFeatures {
-        rule_bits: service.rule_bit().unwrap_or(0),
-        mode_bits: 1 << service.mode.consistency.number(),
-        has_timestamps_off: service.mode.timestamps == Timestamps::Off && address.protocol == Protocol::Tcp,
-        has_lb_stamping: service.mode.timestamps == Timestamps::LoadBalancer,
-        has_transfer: service.mode.migration.is_some(),
+pub(super) fn required_features(services: &BTreeMap<ServiceAddress, Service>) -> RequiredFeatures {
+    let of = |(address, service): (&ServiceAddress, &Service)| RequiredFeatures {
+        placement_rule_bits: service.rule_bit().unwrap_or(0),
+        consistency_mode_bits: 1 << service.mode.consistency.number(),
+        has_tcp_without_timestamps: service.mode.timestamps == TimestampOrigin::Off
+            && address.protocol == Protocol::Tcp,
+        has_lb_stamping: service.mode.timestamps == TimestampOrigin::LoadBalancer,
+        has_migrating_service: service.mode.migration.is_some(),
         has_udp: address.protocol == Protocol::Udp,
-        forwarding_bits: 1 << service.mode.forwarding.number(),
+        forwarding_mode_bits: 1 << service.mode.forwarding.number(),
         has_ipv6: address.socket.is_ipv6(),
     };
-    services.iter().map(of).fold(EnabledFeatures::default(), EnabledFeatures::union)
+    services.iter().map(of).fold(RequiredFeatures::default(), RequiredFeatures::union)
 }
 
 impl LoadBalancer {
@@ -108,123 +109,136 @@ impl LoadBalancer {
     /// mode does not suit its protocol ([`ModeError`]), or the kernel rejects the program. A failed call changes
     /// nothing.
     pub fn set_services(&mut self, services: &[(ServiceAddress, ServiceMode)]) -> anyhow::Result<Vec<ServiceIndex>> {
-        let unnumbered: Vec<_> = services.iter().map(|(address, _)| (*address, 0)).collect();
-        service_slots::lb_directory(&unnumbered)?;
-        services.iter().try_for_each(|(address, mode)| check_mode(address, mode))?;
-        let modes: BTreeMap<_, _> = services.iter().copied().collect();
+        let addresses_without_numbers: Vec<_> = services.iter().map(|(address, _)| (*address, 0)).collect();
+        service_slots::build_lb_directory(&addresses_without_numbers)?;
+        services.iter().try_for_each(|(address, mode)| check_mode_combination(address, mode))?;
+        let modes_by_address: BTreeMap<_, _> = services.iter().copied().collect();
 
         // The program must support a mode before the first service with it.
-        let new_modes = modes.iter().map(|(address, mode)| (*address, Service::new(ServiceIndex(0), *mode)));
-        let needed = features_in_use(&new_modes.collect());
-        self.change_variant(Variant { features: self.variant.features.union(needed), ..self.variant })?;
+        let new_services =
+            modes_by_address.iter().map(|(address, mode)| (*address, Service::new(ServiceIndex(0), *mode)));
+        let new_features = required_features(&new_services.collect());
+        self.load_variant(ProgramVariant {
+            required_features: self.variant.required_features.union(new_features),
+            ..self.variant
+        })?;
 
-        let before = self.addresses_with_numbers();
-        let stateful = self.stateful_slots();
-        let mut left = Vec::new();
-        let gone: Vec<(ServiceAddress, ServiceIndex)> =
-            self.services().filter(|(address, _)| !modes.contains_key(address)).collect();
-        for (address, index) in &gone {
-            let table = self.services.remove(address).and_then(|service| service.table);
+        let previous_numbers = self.addresses_with_slot_numbers();
+        let stateful_before = self.stateful_indexes();
+        let mut unused_tables = Vec::new();
+        let removed_services: Vec<(ServiceAddress, ServiceIndex)> =
+            self.services().filter(|(address, _)| !modes_by_address.contains_key(address)).collect();
+        for (address, index) in &removed_services {
+            let removed_table = self.services.remove(address).and_then(|service| service.table);
             self.services_by_index[usize::from(index.0)] = None;
-            left.extend(table);
+            unused_tables.extend(removed_table);
         }
         for (address, service) in &mut self.services {
-            service.mode = modes[address];
+            service.mode = modes_by_address[address];
         }
-        self.services.values().for_each(|service| set_forwarding(&self.maps, service));
-        if self.addresses_with_numbers() != before {
+        self.services.values().for_each(|service| store_forwarding(&self.maps, service));
+        if self.addresses_with_slot_numbers() != previous_numbers {
             self.switch_directory()?;
         }
-        left.into_iter().for_each(|table| self.maps.tables.retire(table, &self.grace_periods));
-        let still = self.stateful_slots();
-        let not_any_more: Vec<_> = stateful.into_iter().filter(|index| !still.contains(index)).collect();
-        if !not_any_more.is_empty() {
+        unused_tables.into_iter().for_each(|table| self.maps.tables.retire_table(table, &self.grace_periods));
+        let stateful_now = self.stateful_indexes();
+        let no_longer_stateful: Vec<_> =
+            stateful_before.into_iter().filter(|index| !stateful_now.contains(index)).collect();
+        if !no_longer_stateful.is_empty() {
             self.grace_periods.wait(self.directory_grace_ticket)?;
-            self.forget_connections(&not_any_more)?;
+            self.free_connections_of_services(&no_longer_stateful)?;
         }
         // Packets may still find a removed index: a later fragment gets it from the first fragment's map entry.
-        gone.into_iter().for_each(|(_, index)| self.forget_servers(index));
-        let new: Vec<_> = services.iter().filter(|(address, _)| !self.services.contains_key(address)).collect();
-        if !new.is_empty() {
+        removed_services.into_iter().for_each(|(_, index)| self.clear_member_flags(index));
+        let added_services: Vec<_> =
+            services.iter().filter(|(address, _)| !self.services.contains_key(address)).collect();
+        if !added_services.is_empty() {
             // Programs that still use a removed service must have ended before its index is reused.
             self.grace_periods.wait(self.directory_grace_ticket)?;
-            let mut indexes = BTreeSet::new();
-            for (address, mode) in new {
-                let index = self.allocate_slot(*address);
-                self.services.insert(*address, Service::new(index, *mode));
-                indexes.insert(index);
+            let mut added_indexes = BTreeSet::new();
+            for (address, mode) in added_services {
+                let added_index = self.allocate_service_index(*address);
+                self.services.insert(*address, Service::new(added_index, *mode));
+                added_indexes.insert(added_index);
             }
-            self.clear_services(&indexes)?;
-            let new = self.services.values().filter(|service| indexes.contains(&service.index));
-            new.for_each(|service| set_forwarding(&self.maps, service));
+            self.clear_services(&added_indexes)?;
+            let added_services = self.services.values().filter(|service| added_indexes.contains(&service.index));
+            added_services.for_each(|service| store_forwarding(&self.maps, service));
             self.switch_directory()?;
         }
-        self.change_variant(Variant { features: features_in_use(&self.services), ..self.variant })?;
+        self.load_variant(ProgramVariant { required_features: required_features(&self.services), ..self.variant })?;
         Ok(services.iter().map(|(address, _)| self.services[address].index).collect())
     }
 
     /// Stores the name of a service, for commands that read the pinned state without the daemon. A name longer than
     /// [`SERVICE_NAME_BYTES`](intf::SERVICE_NAME_BYTES) bytes is cut.
     pub fn set_service_name(&mut self, service: ServiceIndex, name: &str) {
-        let mut bytes: ServiceName = [0; intf::SERVICE_NAME_BYTES as usize];
-        let end = (0..=bytes.len().min(name.len())).rev().find(|end| name.is_char_boundary(*end)).unwrap_or(0);
-        bytes[..end].copy_from_slice(&name.as_bytes()[..end]);
-        self.maps.state.write(service_name_offset(service), &bytes);
+        let mut name_bytes: ServiceNameBytes = [0; intf::SERVICE_NAME_BYTES as usize];
+        let cut_length =
+            (0..=name_bytes.len().min(name.len())).rev().find(|end| name.is_char_boundary(*end)).unwrap_or(0);
+        name_bytes[..cut_length].copy_from_slice(&name.as_bytes()[..cut_length]);
+        self.maps.state.write(service_name_offset(service), &name_bytes);
     }
 
-    fn allocate_slot(&mut self, address: ServiceAddress) -> ServiceIndex {
-        let place = self.services_by_index.iter().position(Option::is_none).unwrap_or(self.services_by_index.len());
-        self.services_by_index.resize(self.services_by_index.len().max(place + 1), None);
-        self.services_by_index[place] = Some(address);
-        ServiceIndex(place as u16)
+    fn allocate_service_index(&mut self, address: ServiceAddress) -> ServiceIndex {
+        let free_index =
+            self.services_by_index.iter().position(Option::is_none).unwrap_or(self.services_by_index.len());
+        self.services_by_index.resize(self.services_by_index.len().max(free_index + 1), None);
+        self.services_by_index[free_index] = Some(address);
+        ServiceIndex(free_index as u16)
     }
 
-    fn stateful_slots(&self) -> BTreeSet<ServiceIndex> {
-        let stateful = |service: &&Service| service.mode.consistency == Consistency::Stateful;
-        self.services.values().filter(stateful).map(|service| service.index).collect()
+    fn stateful_indexes(&self) -> BTreeSet<ServiceIndex> {
+        let is_stateful = |service: &&Service| service.mode.consistency == Consistency::Stateful;
+        self.services.values().filter(is_stateful).map(|service| service.index).collect()
     }
 
-    fn addresses_with_numbers(&self) -> Vec<(ServiceAddress, u32)> {
-        self.services.iter().map(|(address, service)| (*address, slot_number(service.index, service.mode))).collect()
+    fn addresses_with_slot_numbers(&self) -> Vec<(ServiceAddress, u32)> {
+        self.services
+            .iter()
+            .map(|(address, service)| (*address, encode_slot_number(service.index, service.mode)))
+            .collect()
     }
 
     /// Writes the services into the unused half of the service directory, and then activates that half.
     fn switch_directory(&mut self) -> anyhow::Result<()> {
         self.grace_periods.wait(self.directory_grace_ticket)?;
-        let directory = service_slots::lb_directory(&self.addresses_with_numbers())?;
-        let active = DIRECTORIES_OFFSET + offset_of!(intf::lb_service_directories, active);
-        let idle = self.maps.state.load(active) ^ 1;
-        let half =
-            offset_of!(intf::lb_service_directories, half) + idle as usize * size_of::<intf::lb_service_directory>();
-        self.maps.state.write(DIRECTORIES_OFFSET + half, &*directory);
-        self.maps.state.store(active, idle);
+        let service_directory = service_slots::build_lb_directory(&self.addresses_with_slot_numbers())?;
+        let active_half_offset = DIRECTORIES_OFFSET + offset_of!(intf::lb_service_directories, active);
+        let idle_half = self.maps.state.load(active_half_offset) ^ 1;
+        let idle_half_offset = offset_of!(intf::lb_service_directories, half)
+            + idle_half as usize * size_of::<intf::lb_service_directory>();
+        self.maps.state.write(DIRECTORIES_OFFSET + idle_half_offset, &*service_directory);
+        self.maps.state.store(active_half_offset, idle_half);
         self.directory_grace_ticket = self.grace_periods.request();
         Ok(())
     }
 
     /// Clears the servers, tables and connections of the services with these indexes.
     fn clear_services(&mut self, indexes: &BTreeSet<ServiceIndex>) -> anyhow::Result<()> {
-        self.forget_lb_stamped_servers(indexes)?;
+        self.remove_lb_stamped_servers(indexes)?;
         for index in indexes {
-            self.forget_servers(*index);
+            self.clear_member_flags(*index);
             self.maps.state.write(service_state_offset(*index), &intf::service_state::default());
         }
-        self.forget_flows(indexes);
-        self.forget_fragments(indexes)?;
-        indexes.iter().for_each(|index| self.retire_counters(*index));
+        self.remove_flows(indexes);
+        self.remove_fragments(indexes)?;
+        indexes.iter().for_each(|index| self.move_counters_to_removed(*index));
         Ok(())
     }
 
     /// Removes the destinations of fragmented datagrams that belong to the services with these indexes.
-    fn forget_fragments(&self, indexes: &BTreeSet<ServiceIndex>) -> anyhow::Result<()> {
-        let fragments = self.maps.fragments();
+    fn remove_fragments(&self, indexes: &BTreeSet<ServiceIndex>) -> anyhow::Result<()> {
+        let fragment_map = self.maps.fragment_map();
         // Keys are collected first, because the kernel's iteration restarts when its current key is deleted.
-        let keys: Vec<Vec<u8>> = fragments.keys().collect();
-        for key in keys {
-            let Some(value) = fragments.lookup(&key, MapFlags::ANY).context("a fragmented datagram")? else { continue };
-            let entry = intf::fragment_entry::read_from_bytes(&value);
-            if entry.is_ok_and(|entry| indexes.contains(&ServiceIndex(entry.service))) {
-                match fragments.delete(&key) {
+        let fragment_keys: Vec<Vec<u8>> = fragment_map.keys().collect();
+        for key in fragment_keys {
+            let Some(value) = fragment_map.lookup(&key, MapFlags::ANY).context("a fragmented datagram")? else {
+                continue;
+            };
+            let fragment_entry = intf::fragment_entry::read_from_bytes(&value);
+            if fragment_entry.is_ok_and(|entry| indexes.contains(&ServiceIndex(entry.service))) {
+                match fragment_map.delete(&key) {
                     Err(error) if error.kind() == libbpf_rs::ErrorKind::NotFound => {}
                     result => result.context("removing a fragmented datagram of a service that is gone")?,
                 }
@@ -233,22 +247,22 @@ impl LoadBalancer {
         Ok(())
     }
 
-    fn forget_servers(&self, index: ServiceIndex) {
-        let words = [0u64; intf::MEMBERSHIP_WORDS as usize];
-        self.maps.membership.write(usize::from(index.0) * size_of_val(&words), &words);
+    fn clear_member_flags(&self, index: ServiceIndex) {
+        let zero_words = [0u64; intf::MEMBERSHIP_WORDS as usize];
+        self.maps.service_member_flags.write(usize::from(index.0) * size_of_val(&zero_words), &zero_words);
     }
 
     /// Removes the flows of the services with these indexes from the flow table.
-    fn forget_flows(&self, indexes: &BTreeSet<ServiceIndex>) {
-        let table = &self.maps.flows;
-        for set in 0..self.maps.flow_set_count() {
+    fn remove_flows(&self, indexes: &BTreeSet<ServiceIndex>) {
+        let flow_table = &self.maps.flow_table;
+        for set in 0..self.maps.flow_table_set_count() {
             for entry in 0..intf::FLOW_SET_ENTRIES as usize {
                 let at = set * size_of::<intf::flow_set>() + entry * size_of::<u64>();
-                let flow = table.load(at);
-                let used = table.load(at + offset_of!(intf::flow_set, use_));
-                if flow != 0 && indexes.contains(&ServiceIndex((used >> intf::FLOW_SERVICE_SHIFT) as u16)) {
+                let flow_word = flow_table.load(at);
+                let use_word = flow_table.load(at + offset_of!(intf::flow_set, use_));
+                if flow_word != 0 && indexes.contains(&ServiceIndex((use_word >> intf::FLOW_SERVICE_SHIFT) as u16)) {
                     // The exchange fails if a packet of another service has taken the entry since.
-                    table.compare_exchange(at, flow, 0);
+                    flow_table.compare_exchange(at, flow_word, 0);
                 }
             }
         }
@@ -264,44 +278,46 @@ fn forwarding_offset(service: ServiceIndex) -> usize {
     service_state_offset(service) + offset_of!(intf::service_state, forwarding)
 }
 
-fn set_forwarding(maps: &Maps, service: &Service) {
+fn store_forwarding(maps: &Maps, service: &Service) {
     maps.state.store(forwarding_offset(service.index), service.mode.forwarding.number().into());
 }
 
-fn forwarding_of(maps: &Maps, service: ServiceIndex) -> Forwarding {
-    let number = maps.state.load(forwarding_offset(service));
-    Forwarding::ALL.get(number as usize).copied().unwrap_or_default()
+fn load_forwarding(maps: &Maps, service: ServiceIndex) -> Forwarding {
+    let forwarding_number = maps.state.load(forwarding_offset(service));
+    Forwarding::ALL.get(forwarding_number as usize).copied().unwrap_or_default()
 }
 
-type ServiceName = [u8; intf::SERVICE_NAME_BYTES as usize];
+type ServiceNameBytes = [u8; intf::SERVICE_NAME_BYTES as usize];
 
 fn service_name_offset(service: ServiceIndex) -> usize {
-    offset_of!(intf::lb_state, service_names) + usize::from(service.0) * size_of::<ServiceName>()
+    offset_of!(intf::lb_state, service_names) + usize::from(service.0) * size_of::<ServiceNameBytes>()
 }
 
 /// Returns the address and the configured name of each service in `maps`.
-pub(super) fn service_names(maps: &Maps) -> Vec<(ServiceAddress, String)> {
-    let named = |(address, service): (ServiceAddress, Service)| (address, service_name(maps, service.index));
-    read_services(maps).into_iter().map(named).collect()
+pub(super) fn services_with_names(maps: &Maps) -> Vec<(ServiceAddress, String)> {
+    let with_name = |(address, service): (ServiceAddress, Service)| (address, service_name(maps, service.index));
+    read_services(maps).into_iter().map(with_name).collect()
 }
 
 /// Returns the configured name of a service; an empty string if none is set.
 pub(super) fn service_name(maps: &Maps, service: ServiceIndex) -> String {
-    let bytes = maps.state.read::<ServiceName>(service_name_offset(service));
-    String::from_utf8_lossy(&bytes[..]).trim_end_matches('\0').to_owned()
+    let name_bytes = maps.state.read::<ServiceNameBytes>(service_name_offset(service));
+    String::from_utf8_lossy(&name_bytes[..]).trim_end_matches('\0').to_owned()
 }
 
 const DIRECTORIES_OFFSET: usize = offset_of!(intf::lb_state, directories);
 
 pub(super) fn read_services(maps: &Maps) -> BTreeMap<ServiceAddress, Service> {
     let directories = maps.state.read::<intf::lb_service_directories>(DIRECTORIES_OFFSET);
-    let named = directories.half[usize::from(directories.active & 1 != 0)].slots.iter().filter_map(|slot| {
-        let protocol = Protocol::ALL.into_iter().find(|protocol| protocol.number() == slot.key.protocol)?;
-        let (index, mode) = parse_slot_number(slot.number)?;
-        let mode = ServiceMode { forwarding: forwarding_of(maps, index), ..mode };
-        let vip = address_from_words(slot.key.address);
-        let address = ServiceAddress { socket: (vip, u16::from_be(slot.key.port)).into(), protocol };
-        Some((address, index, mode))
-    });
-    named.map(|(address, index, mode)| (address, Service::new(index, mode))).collect()
+    let services_of_slots =
+        directories.half[usize::from(directories.active & 1 != 0)].slots.iter().filter_map(|slot| {
+            let protocol = Protocol::ALL.into_iter().find(|protocol| protocol.number() == slot.key.protocol)?;
+            let (index, mode) = decode_slot_number(slot.number)?;
+            let mode = ServiceMode { forwarding: load_forwarding(maps, index), ..mode };
+            let vip_address = address_from_words(slot.key.address);
+            let service_address =
+                ServiceAddress { socket: (vip_address, u16::from_be(slot.key.port)).into(), protocol };
+            Some((service_address, index, mode))
+        });
+    services_of_slots.map(|(address, index, mode)| (address, Service::new(index, mode))).collect()
 }

@@ -6,36 +6,36 @@ use super::{BroadcastLimits, LbStampingClock};
 
 /// Features that the services and their tables need. The kernel removes the code of all other features.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct EnabledFeatures {
+pub(super) struct RequiredFeatures {
     /// Placement rules that tables use: bits 1 << `enum placement_rule`.
-    pub rule_bits: u32,
+    pub placement_rule_bits: u32,
     /// Consistency modes that services use: bits 1 << `enum consistency`.
-    pub mode_bits: u32,
+    pub consistency_mode_bits: u32,
     /// Whether a TCP service has packets without a cookie, as its timestamps are off.
-    pub has_timestamps_off: bool,
+    pub has_tcp_without_timestamps: bool,
     /// Whether a service uses LB-side stamping.
     pub has_lb_stamping: bool,
     /// Whether a service is migrating from or to another load balancer.
-    pub has_transfer: bool,
+    pub has_migrating_service: bool,
     /// Whether a service uses UDP.
     pub has_udp: bool,
     /// Forwarding modes that services use: bits 1 << `enum forwarding`.
-    pub forwarding_bits: u32,
+    pub forwarding_mode_bits: u32,
     /// Whether a service has an IPv6 VIP.
     pub has_ipv6: bool,
 }
 
-impl EnabledFeatures {
+impl RequiredFeatures {
     /// Returns the features that are needed by `self` or by `other`.
     pub fn union(self, other: Self) -> Self {
         Self {
-            rule_bits: self.rule_bits | other.rule_bits,
-            mode_bits: self.mode_bits | other.mode_bits,
-            has_timestamps_off: self.has_timestamps_off || other.has_timestamps_off,
+            placement_rule_bits: self.placement_rule_bits | other.placement_rule_bits,
+            consistency_mode_bits: self.consistency_mode_bits | other.consistency_mode_bits,
+            has_tcp_without_timestamps: self.has_tcp_without_timestamps || other.has_tcp_without_timestamps,
             has_lb_stamping: self.has_lb_stamping || other.has_lb_stamping,
-            has_transfer: self.has_transfer || other.has_transfer,
+            has_migrating_service: self.has_migrating_service || other.has_migrating_service,
             has_udp: self.has_udp || other.has_udp,
-            forwarding_bits: self.forwarding_bits | other.forwarding_bits,
+            forwarding_mode_bits: self.forwarding_mode_bits | other.forwarding_mode_bits,
             has_ipv6: self.has_ipv6 || other.has_ipv6,
         }
     }
@@ -43,30 +43,30 @@ impl EnabledFeatures {
 
 /// Constants with which the program is loaded. A change of any of them loads the program again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Variant {
-    pub features: EnabledFeatures,
+pub(super) struct ProgramVariant {
+    pub required_features: RequiredFeatures,
     /// Whether packets and bytes are counted for each server.
-    pub counts_traffic: bool,
+    pub counts_server_traffic: bool,
     /// Whether counter rows belong to CPUs, as generic XDP needs, and not to receive queues.
     pub counters_by_cpu: bool,
     pub broadcast_limits: BroadcastLimits,
     pub lb_stamping_clock: LbStampingClock,
     /// Whether packets read the kernel's clock to age connection table entries.
     pub packets_read_clock: bool,
-    pub vlans: VlansInUse,
+    pub vlan_settings: VlanSettings,
 }
 
 /// VLAN settings for which the program is loaded.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct VlansInUse {
+pub(super) struct VlanSettings {
     /// VLAN in which clients' packets to VIPs arrive.
     pub vip: Vlan,
     /// Whether any server is in a VLAN.
     pub has_server_vlan: bool,
 }
 
-impl VlansInUse {
-    pub fn is_used(self) -> bool {
+impl VlanSettings {
+    pub fn uses_tags(self) -> bool {
         self.has_server_vlan || self.vip.is_tagged()
     }
 }

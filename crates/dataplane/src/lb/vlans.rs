@@ -8,17 +8,17 @@ use coreward_model::ServerId;
 use coreward_model::vlan::Vlan;
 
 use super::program::Maps;
-use super::variant::{Variant, VlansInUse};
+use super::variant::{ProgramVariant, VlanSettings};
 use super::{LoadBalancer, ServiceIndex, service_state_offset};
 
 const SERVER_VLANS_OFFSET: usize = offset_of!(intf::lb_state, server_vlans);
 /// Number of VLAN ids in each word of the array of servers' VLANs.
-const VLANS_PER_WORD: usize = size_of::<u64>() / size_of::<u16>();
+const VLAN_IDS_PER_WORD: usize = size_of::<u64>() / size_of::<u16>();
 
 /// Returns whether the maps have a server in a tagged VLAN.
 pub(super) fn has_server_in_vlan(maps: &Maps) -> bool {
-    let words = intf::SERVER_ID_COUNT as usize / VLANS_PER_WORD;
-    (0..words).any(|word| maps.state.load(SERVER_VLANS_OFFSET + word * size_of::<u64>()) != 0)
+    let word_count = intf::SERVER_ID_COUNT as usize / VLAN_IDS_PER_WORD;
+    (0..word_count).any(|word| maps.state.load(SERVER_VLANS_OFFSET + word * size_of::<u64>()) != 0)
 }
 
 impl LoadBalancer {
@@ -26,32 +26,37 @@ impl LoadBalancer {
     /// them. Fails when the kernel rejects the program that supports VLAN tags.
     pub fn use_server_vlans(&mut self, vlans: BTreeSet<Vlan>) -> anyhow::Result<()> {
         let has_server_vlan = vlans.iter().any(|vlan| vlan.is_tagged());
-        self.change_variant(Variant { vlans: VlansInUse { has_server_vlan, ..self.variant.vlans }, ..self.variant })?;
+        self.load_variant(ProgramVariant {
+            vlan_settings: VlanSettings { has_server_vlan, ..self.variant.vlan_settings },
+            ..self.variant
+        })?;
         self.server_vlans = vlans;
         Ok(())
     }
 
     /// Returns whether the program reads and writes VLAN tags.
     pub fn uses_vlans(&self) -> bool {
-        self.variant.vlans.is_used()
+        self.variant.vlan_settings.uses_tags()
     }
 
     /// Sets the VLAN of a server, for all services that have the server.
     pub fn set_server_vlan(&mut self, id: ServerId, vlan: Vlan) {
-        let (word, position) = (usize::from(id.get()) / VLANS_PER_WORD, usize::from(id.get()) % VLANS_PER_WORD);
+        let (word, position) = (usize::from(id.get()) / VLAN_IDS_PER_WORD, usize::from(id.get()) % VLAN_IDS_PER_WORD);
         let (at, shift) = (SERVER_VLANS_OFFSET + word * size_of::<u64>(), position * u16::BITS as usize);
         // Only this process writes VLANs, so load and store need not be one atomic operation.
-        let before = self.maps.state.load(at);
-        let new = before & !(u64::from(u16::MAX) << shift) | u64::from(vlan.get()) << shift;
-        if new != before {
-            self.maps.state.store(at, new);
+        let present_word = self.maps.state.load(at);
+        let changed_word = present_word & !(u64::from(u16::MAX) << shift) | u64::from(vlan.get()) << shift;
+        if changed_word != present_word {
+            self.maps.state.store(at, changed_word);
         }
     }
 
     /// Sets the VLAN that contains all servers of a service; `None`: its servers are in several VLANs, so that a
     /// broadcast cannot reach all of them.
     pub fn set_broadcast_vlan(&mut self, service: ServiceIndex, vlan: Option<Vlan>) {
-        let word = vlan.map_or(intf::NO_BROADCAST_VLAN.into(), |vlan| vlan.get().into());
-        self.maps.state.store(service_state_offset(service) + offset_of!(intf::service_state, broadcast_vlan), word);
+        let vlan_word = vlan.map_or(intf::NO_BROADCAST_VLAN.into(), |vlan| vlan.get().into());
+        self.maps
+            .state
+            .store(service_state_offset(service) + offset_of!(intf::service_state, broadcast_vlan), vlan_word);
     }
 }

@@ -2,35 +2,35 @@
 
 use std::net::Ipv6Addr;
 
-use super::filter::{EQUALS, LOAD_BYTE, LOAD_HALF, RETURN, instruction};
+use super::filter::{JUMP_IF_EQUAL, LOAD_U8, LOAD_U16, RETURN, instruction};
 use crate::mac::MacAddress;
 
 pub const ETHERTYPE_IPV6: u16 = 0x86dd;
 
-const IP_OFFSET: usize = 14;
-const ICMP_OFFSET: usize = IP_OFFSET + 40;
-const TARGET_OFFSET: usize = ICMP_OFFSET + 8;
+const IPV6_OFFSET: usize = 14;
+const ICMPV6_OFFSET: usize = IPV6_OFFSET + 40;
+const TARGET_OFFSET: usize = ICMPV6_OFFSET + 8;
 const OPTIONS_OFFSET: usize = TARGET_OFFSET + 16;
 /// Length of the frame of a neighbour solicitation with one option, in bytes.
-const FRAME_BYTES: usize = OPTIONS_OFFSET + 8;
+const SOLICITATION_FRAME_BYTES: usize = OPTIONS_OFFSET + 8;
 
 const NEXT_HEADER_ICMPV6: u8 = 58;
 /// Hop limit 255, which proves that the sender is on the link, as routers decrease it (RFC 4861, Sect. 7.1.1).
-const HOP_LIMIT: u8 = 255;
-const SOLICITATION: u8 = 135;
-const ADVERTISEMENT: u8 = 136;
-const OPTION_SOURCE_ADDRESS: u8 = 1;
-const OPTION_TARGET_ADDRESS: u8 = 2;
+const NDP_HOP_LIMIT: u8 = 255;
+const NEIGHBOR_SOLICITATION: u8 = 135;
+const NEIGHBOR_ADVERTISEMENT: u8 = 136;
+const SOURCE_LINK_ADDRESS_OPTION: u8 = 1;
+const TARGET_LINK_ADDRESS_OPTION: u8 = 2;
 
 /// Filter that passes only solicitations and advertisements. Otherwise the kernel would copy all IPv6 packets.
-pub const SOCKET_FILTER: [libc::sock_filter; 9] = [
-    instruction(LOAD_HALF, 0, 0, 12),
-    instruction(EQUALS, 0, 6, ETHERTYPE_IPV6 as u32),
-    instruction(LOAD_BYTE, 0, 0, IP_OFFSET as u32 + 6),
-    instruction(EQUALS, 0, 4, NEXT_HEADER_ICMPV6 as u32),
-    instruction(LOAD_BYTE, 0, 0, ICMP_OFFSET as u32),
-    instruction(EQUALS, 1, 0, SOLICITATION as u32),
-    instruction(EQUALS, 0, 1, ADVERTISEMENT as u32),
+pub const NDP_SOCKET_FILTER: [libc::sock_filter; 9] = [
+    instruction(LOAD_U16, 0, 0, 12),
+    instruction(JUMP_IF_EQUAL, 0, 6, ETHERTYPE_IPV6 as u32),
+    instruction(LOAD_U8, 0, 0, IPV6_OFFSET as u32 + 6),
+    instruction(JUMP_IF_EQUAL, 0, 4, NEXT_HEADER_ICMPV6 as u32),
+    instruction(LOAD_U8, 0, 0, ICMPV6_OFFSET as u32),
+    instruction(JUMP_IF_EQUAL, 1, 0, NEIGHBOR_SOLICITATION as u32),
+    instruction(JUMP_IF_EQUAL, 0, 1, NEIGHBOR_ADVERTISEMENT as u32),
     instruction(RETURN, 0, 0, u32::MAX),
     instruction(RETURN, 0, 0, 0),
 ];
@@ -38,47 +38,53 @@ pub const SOCKET_FILTER: [libc::sock_filter; 9] = [
 /// Returns the frame of a neighbour solicitation for `target`, sent to `mac` or, if `None`, to the target's multicast
 /// group. Without an own address it is sent as in duplicate address detection: to the group, without the option (RFC
 /// 4861, Sect. 4.3 and 7.1.1).
-pub fn solicitation(target: Ipv6Addr, mac: Option<MacAddress>, own_mac: MacAddress, own_address: Ipv6Addr) -> Vec<u8> {
+pub fn solicitation_frame(
+    target: Ipv6Addr,
+    mac: Option<MacAddress>,
+    own_mac: MacAddress,
+    own_address: Ipv6Addr,
+) -> Vec<u8> {
     let [.., a, b, c] = target.octets();
     let (destination_mac, destination) = match mac.filter(|_| !own_address.is_unspecified()) {
         Some(mac) => (mac, target),
         None => {
-            let group = Ipv6Addr::new(0xff02, 0, 0, 0, 0, 1, 0xff00 | u16::from(a), u16::from_be_bytes([b, c]));
-            (MacAddress([0x33, 0x33, 0xff, a, b, c]), group)
+            let multicast_group =
+                Ipv6Addr::new(0xff02, 0, 0, 0, 0, 1, 0xff00 | u16::from(a), u16::from_be_bytes([b, c]));
+            (MacAddress([0x33, 0x33, 0xff, a, b, c]), multicast_group)
         }
     };
-    let length = if own_address.is_unspecified() { OPTIONS_OFFSET } else { FRAME_BYTES };
-    let mut frame = vec![0; length];
+    let frame_length = if own_address.is_unspecified() { OPTIONS_OFFSET } else { SOLICITATION_FRAME_BYTES };
+    let mut frame = vec![0; frame_length];
     frame[..6].copy_from_slice(&destination_mac.0);
     frame[6..12].copy_from_slice(&own_mac.0);
     frame[12..14].copy_from_slice(&ETHERTYPE_IPV6.to_be_bytes());
-    frame[IP_OFFSET] = 6 << 4;
-    frame[IP_OFFSET + 4..IP_OFFSET + 6].copy_from_slice(&((length - ICMP_OFFSET) as u16).to_be_bytes());
-    frame[IP_OFFSET + 6] = NEXT_HEADER_ICMPV6;
-    frame[IP_OFFSET + 7] = HOP_LIMIT;
-    frame[IP_OFFSET + 8..IP_OFFSET + 24].copy_from_slice(&own_address.octets());
-    frame[IP_OFFSET + 24..ICMP_OFFSET].copy_from_slice(&destination.octets());
-    frame[ICMP_OFFSET] = SOLICITATION;
+    frame[IPV6_OFFSET] = 6 << 4;
+    frame[IPV6_OFFSET + 4..IPV6_OFFSET + 6].copy_from_slice(&((frame_length - ICMPV6_OFFSET) as u16).to_be_bytes());
+    frame[IPV6_OFFSET + 6] = NEXT_HEADER_ICMPV6;
+    frame[IPV6_OFFSET + 7] = NDP_HOP_LIMIT;
+    frame[IPV6_OFFSET + 8..IPV6_OFFSET + 24].copy_from_slice(&own_address.octets());
+    frame[IPV6_OFFSET + 24..ICMPV6_OFFSET].copy_from_slice(&destination.octets());
+    frame[ICMPV6_OFFSET] = NEIGHBOR_SOLICITATION;
     frame[TARGET_OFFSET..OPTIONS_OFFSET].copy_from_slice(&target.octets());
-    if let Some(option) = frame.get_mut(OPTIONS_OFFSET..FRAME_BYTES) {
-        option[..2].copy_from_slice(&[OPTION_SOURCE_ADDRESS, 1]);
+    if let Some(option) = frame.get_mut(OPTIONS_OFFSET..SOLICITATION_FRAME_BYTES) {
+        option[..2].copy_from_slice(&[SOURCE_LINK_ADDRESS_OPTION, 1]);
         option[2..].copy_from_slice(&own_mac.0);
     }
-    let sum = checksum(&frame);
-    frame[ICMP_OFFSET + 2..ICMP_OFFSET + 4].copy_from_slice(&sum.to_be_bytes());
+    let frame_checksum = icmpv6_checksum(&frame);
+    frame[ICMPV6_OFFSET + 2..ICMPV6_OFFSET + 4].copy_from_slice(&frame_checksum.to_be_bytes());
     frame
 }
 
 /// Returns the ICMPv6 checksum of a frame; 0 if the frame contains the correct checksum (RFC 4443, Sect. 2.3).
-fn checksum(frame: &[u8]) -> u16 {
-    let words = frame[IP_OFFSET + 8..]
+fn icmpv6_checksum(frame: &[u8]) -> u16 {
+    let words = frame[IPV6_OFFSET + 8..]
         .chunks(2)
         .map(|pair| u32::from(pair[0]) << 8 | pair.get(1).map_or(0, |low| (*low).into()));
-    let mut sum = words.sum::<u32>() + (frame.len() - ICMP_OFFSET) as u32 + u32::from(NEXT_HEADER_ICMPV6);
-    while sum > 0xffff {
-        sum = (sum & 0xffff) + (sum >> 16);
+    let mut word_sum = words.sum::<u32>() + (frame.len() - ICMPV6_OFFSET) as u32 + u32::from(NEXT_HEADER_ICMPV6);
+    while word_sum > 0xffff {
+        word_sum = (word_sum & 0xffff) + (word_sum >> 16);
     }
-    !(sum as u16)
+    !(word_sum as u16)
 }
 
 /// Returns the sender of a solicitation or the target of an advertisement, with its MAC address; `None`: the frame is
@@ -87,34 +93,35 @@ pub fn parse_sender(frame: &[u8]) -> Option<(Ipv6Addr, MacAddress)> {
     if frame.len() < OPTIONS_OFFSET || frame[12..14] != ETHERTYPE_IPV6.to_be_bytes() {
         return None;
     }
-    let payload = usize::from(u16::from_be_bytes([frame[IP_OFFSET + 4], frame[IP_OFFSET + 5]]));
+    let payload_length = usize::from(u16::from_be_bytes([frame[IPV6_OFFSET + 4], frame[IPV6_OFFSET + 5]]));
     // Ethernet pads short frames: only the payload counts.
-    let frame = frame.get(..ICMP_OFFSET + payload).filter(|frame| frame.len() >= OPTIONS_OFFSET)?;
-    let is_discovery =
-        frame[IP_OFFSET] >> 4 == 6 && frame[IP_OFFSET + 6] == NEXT_HEADER_ICMPV6 && frame[IP_OFFSET + 7] == HOP_LIMIT;
-    if !is_discovery || frame[ICMP_OFFSET + 1] != 0 || checksum(frame) != 0 {
+    let frame = frame.get(..ICMPV6_OFFSET + payload_length).filter(|frame| frame.len() >= OPTIONS_OFFSET)?;
+    let is_discovery = frame[IPV6_OFFSET] >> 4 == 6
+        && frame[IPV6_OFFSET + 6] == NEXT_HEADER_ICMPV6
+        && frame[IPV6_OFFSET + 7] == NDP_HOP_LIMIT;
+    if !is_discovery || frame[ICMPV6_OFFSET + 1] != 0 || icmpv6_checksum(frame) != 0 {
         return None;
     }
-    let (at, option_type) = match frame[ICMP_OFFSET] {
-        SOLICITATION => (IP_OFFSET + 8, OPTION_SOURCE_ADDRESS),
-        ADVERTISEMENT => (TARGET_OFFSET, OPTION_TARGET_ADDRESS),
+    let (at, option_type) = match frame[ICMPV6_OFFSET] {
+        NEIGHBOR_SOLICITATION => (IPV6_OFFSET + 8, SOURCE_LINK_ADDRESS_OPTION),
+        NEIGHBOR_ADVERTISEMENT => (TARGET_OFFSET, TARGET_LINK_ADDRESS_OPTION),
         _ => return None,
     };
     let address = Ipv6Addr::from(<[u8; 16]>::try_from(&frame[at..at + 16]).ok()?);
     let mac = find_mac_option(&frame[OPTIONS_OFFSET..], option_type)?;
-    let usable = !address.is_unspecified() && !address.is_multicast();
-    (usable && !mac.is_group() && mac != MacAddress([0; 6])).then_some((address, mac))
+    let is_unicast = !address.is_unspecified() && !address.is_multicast();
+    (is_unicast && !mac.is_group_address() && mac != MacAddress([0; 6])).then_some((address, mac))
 }
 
 /// Returns the MAC address in the first option of type `option_type`; `None`: there is no such option.
 fn find_mac_option(mut options: &[u8], option_type: u8) -> Option<MacAddress> {
     while let [kind, length, ..] = *options {
-        let bytes = usize::from(length) * 8;
-        let option = options.get(..bytes).filter(|option| !option.is_empty())?;
+        let option_bytes = usize::from(length) * 8;
+        let option = options.get(..option_bytes).filter(|option| !option.is_empty())?;
         if kind == option_type {
             return Some(MacAddress(option.get(2..8)?.try_into().ok()?));
         }
-        options = &options[bytes..];
+        options = &options[option_bytes..];
     }
     None
 }
@@ -125,60 +132,60 @@ mod tests {
 
     const OWN_ADDRESS: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1);
     const TARGET_ADDRESS: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0xa01, 0x203);
-    const MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 1]);
+    const SENDER_MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 1]);
 
     fn with_checksum(mut frame: Vec<u8>) -> Vec<u8> {
-        frame[ICMP_OFFSET + 2..ICMP_OFFSET + 4].fill(0);
-        let sum = checksum(&frame);
-        frame[ICMP_OFFSET + 2..ICMP_OFFSET + 4].copy_from_slice(&sum.to_be_bytes());
+        frame[ICMPV6_OFFSET + 2..ICMPV6_OFFSET + 4].fill(0);
+        let frame_checksum = icmpv6_checksum(&frame);
+        frame[ICMPV6_OFFSET + 2..ICMPV6_OFFSET + 4].copy_from_slice(&frame_checksum.to_be_bytes());
         frame
     }
 
     #[test]
     fn solicitation_names_its_sender_and_goes_to_the_group_of_the_target() {
-        let frame = solicitation(TARGET_ADDRESS, None, MAC, OWN_ADDRESS);
+        let frame = solicitation_frame(TARGET_ADDRESS, None, SENDER_MAC, OWN_ADDRESS);
         assert_eq!(frame[..6], [0x33, 0x33, 0xff, 1, 2, 3]);
-        assert_eq!(frame[IP_OFFSET + 24..ICMP_OFFSET], "ff02::1:ff01:203".parse::<Ipv6Addr>().unwrap().octets());
-        assert_eq!(parse_sender(&frame), Some((OWN_ADDRESS, MAC)));
-        let other = MacAddress([2, 0, 0, 0, 0, 9]);
-        let unicast = solicitation(TARGET_ADDRESS, Some(other), MAC, OWN_ADDRESS);
+        assert_eq!(frame[IPV6_OFFSET + 24..ICMPV6_OFFSET], "ff02::1:ff01:203".parse::<Ipv6Addr>().unwrap().octets());
+        assert_eq!(parse_sender(&frame), Some((OWN_ADDRESS, SENDER_MAC)));
+        let target_mac = MacAddress([2, 0, 0, 0, 0, 9]);
+        let unicast_frame = solicitation_frame(TARGET_ADDRESS, Some(target_mac), SENDER_MAC, OWN_ADDRESS);
         assert_eq!(
-            (&unicast[..6], &unicast[IP_OFFSET + 24..ICMP_OFFSET]),
-            (&other.0[..], &TARGET_ADDRESS.octets()[..])
+            (&unicast_frame[..6], &unicast_frame[IPV6_OFFSET + 24..ICMPV6_OFFSET]),
+            (&target_mac.0[..], &TARGET_ADDRESS.octets()[..])
         );
-        for length in 0..FRAME_BYTES {
+        for length in 0..SOLICITATION_FRAME_BYTES {
             assert_eq!(parse_sender(&frame[..length]), None, "{length} bytes");
         }
     }
 
     #[test]
-    fn solicitation_without_an_own_address_is_as_in_duplicate_address_detection() {
-        let frame = solicitation(TARGET_ADDRESS, Some(MAC), MAC, Ipv6Addr::UNSPECIFIED);
+    fn solicitation_without_own_address_is_a_duplicate_address_probe() {
+        let frame = solicitation_frame(TARGET_ADDRESS, Some(SENDER_MAC), SENDER_MAC, Ipv6Addr::UNSPECIFIED);
         assert_eq!(frame.len(), OPTIONS_OFFSET, "RFC 4861, Sect. 4.3: no source link-layer address option");
         assert_eq!(frame[..6], [0x33, 0x33, 0xff, 1, 2, 3]);
-        assert_eq!(frame[IP_OFFSET + 24..ICMP_OFFSET], "ff02::1:ff01:203".parse::<Ipv6Addr>().unwrap().octets());
-        assert_eq!((checksum(&frame), parse_sender(&frame)), (0, None));
+        assert_eq!(frame[IPV6_OFFSET + 24..ICMPV6_OFFSET], "ff02::1:ff01:203".parse::<Ipv6Addr>().unwrap().octets());
+        assert_eq!((icmpv6_checksum(&frame), parse_sender(&frame)), (0, None));
     }
 
     #[test]
-    fn advertisement_names_its_target() {
-        let mut frame = solicitation(TARGET_ADDRESS, None, MAC, OWN_ADDRESS);
-        frame[ICMP_OFFSET] = ADVERTISEMENT;
+    fn advertisement_yields_its_target_address() {
+        let mut frame = solicitation_frame(TARGET_ADDRESS, None, SENDER_MAC, OWN_ADDRESS);
+        frame[ICMPV6_OFFSET] = NEIGHBOR_ADVERTISEMENT;
         assert_eq!(parse_sender(&with_checksum(frame.clone())), None, "the option is of a solicitation");
-        frame[OPTIONS_OFFSET] = OPTION_TARGET_ADDRESS;
-        let frame = with_checksum(frame);
-        assert_eq!(parse_sender(&frame), Some((TARGET_ADDRESS, MAC)));
+        frame[OPTIONS_OFFSET] = TARGET_LINK_ADDRESS_OPTION;
+        let valid_frame = with_checksum(frame);
+        assert_eq!(parse_sender(&valid_frame), Some((TARGET_ADDRESS, SENDER_MAC)));
         // Ethernet pads short frames.
-        assert_eq!(parse_sender(&[&frame[..], &[7; 9]].concat()), Some((TARGET_ADDRESS, MAC)));
+        assert_eq!(parse_sender(&[&valid_frame[..], &[7; 9]].concat()), Some((TARGET_ADDRESS, SENDER_MAC)));
         for (at, value) in
-            [(IP_OFFSET + 7, 254), (ICMP_OFFSET + 1, 1), (OPTIONS_OFFSET + 1, 0), (OPTIONS_OFFSET + 2, 1)]
+            [(IPV6_OFFSET + 7, 254), (ICMPV6_OFFSET + 1, 1), (OPTIONS_OFFSET + 1, 0), (OPTIONS_OFFSET + 2, 1)]
         {
-            let mut invalid = frame.clone();
-            invalid[at] = value;
-            assert_eq!(parse_sender(&with_checksum(invalid)), None, "byte {at}");
+            let mut invalid_frame = valid_frame.clone();
+            invalid_frame[at] = value;
+            assert_eq!(parse_sender(&with_checksum(invalid_frame)), None, "byte {at}");
         }
-        let mut damaged = frame;
-        damaged[TARGET_OFFSET] ^= 1;
-        assert_eq!(parse_sender(&damaged), None);
+        let mut damaged_frame = valid_frame;
+        damaged_frame[TARGET_OFFSET] ^= 1;
+        assert_eq!(parse_sender(&damaged_frame), None);
     }
 }

@@ -11,32 +11,33 @@ use coreward_model::forwarding::Forwarding;
 use coreward_model::placement::PlacementRule;
 use coreward_model::rss::seeded_rng;
 
-use crate::support::balancer::{Balancer, XDP_DROP, XDP_PASS, XDP_TX, id, random_table, service};
+use crate::support::balancer::{Balancer, XDP_DROP, XDP_PASS, XDP_TX, id, random_table, service_address};
 use crate::support::tunnel::{
-    ETHERNET, OWN_ADDRESSES, TunnelForm, client, ip_header, own_address, server_address, set_traffic_class, vip,
+    ETHERNET_BYTES, OWN_OUTER_ADDRESSES, TunnelVariant, client, ip_header_bytes, own_outer_address,
+    server_outer_address, service_vip, set_traffic_class,
 };
 use crate::support::{
-    ExtensionHeader, Family, MORE_FRAGMENTS, SYN, Tcp, aligned_timestamp, ipv4_frame, ipv6_frame, missing_bpf_rights,
-    skip_if,
+    ExtensionHeader, Family, MORE_FRAGMENTS, SYN, TcpPacket, aligned_timestamp_option, ipv4_frame, ipv6_frame,
+    missing_bpf_rights, skip_if,
 };
 
 const CONGESTION_EXPERIENCED: u8 = 3;
-const UDP: u8 = 17;
-const FRAGMENT_HEADER: u8 = 44;
+const UDP_PROTOCOL: u8 = 17;
+const FRAGMENT_HEADER_NUMBER: u8 = 44;
 
-fn loaded() -> Decapsulation {
+fn load_decapsulation() -> Decapsulation {
     let decapsulation = Decapsulation::load_only().unwrap();
-    decapsulation.set_sources(&Family::BOTH.map(own_address)).unwrap();
-    decapsulation.set_vips(&Family::BOTH.map(|family| vip(family).ip())).unwrap();
+    decapsulation.set_sources(&Family::BOTH.map(own_outer_address)).unwrap();
+    decapsulation.set_vips(&Family::BOTH.map(|family| service_vip(family).ip())).unwrap();
     decapsulation
 }
 
 fn client_packet(family: Family) -> Vec<u8> {
-    Tcp::between(client(family), vip(family)).frame()
+    TcpPacket::between(client(family), service_vip(family)).frame()
 }
 
 /// Returns a frame from `source` to `destination` with `transport` after its IP headers.
-fn packet(source: IpAddr, destination: IpAddr, protocol: u8, fragment: u16, transport: &[u8]) -> Vec<u8> {
+fn ip_frame(source: IpAddr, destination: IpAddr, protocol: u8, fragment: u16, transport: &[u8]) -> Vec<u8> {
     match (source, destination) {
         (IpAddr::V4(source), IpAddr::V4(destination)) => {
             ipv4_frame(protocol, [source, destination], &[], [0, fragment], transport)
@@ -47,66 +48,85 @@ fn packet(source: IpAddr, destination: IpAddr, protocol: u8, fragment: u16, tran
 }
 
 /// Returns a frame with a UDP datagram from a client's `port` to the VIP.
-fn datagram(family: Family, port: u16) -> Vec<u8> {
-    let transport = [&40_000u16.to_be_bytes()[..], &port.to_be_bytes(), &[0, 12, 0, 0], b"data"].concat();
-    packet(client(family).ip(), vip(family).ip(), UDP, 0, &transport)
+fn udp_frame(family: Family, port: u16) -> Vec<u8> {
+    let udp_bytes = [&40_000u16.to_be_bytes()[..], &port.to_be_bytes(), &[0, 12, 0, 0], b"data"].concat();
+    ip_frame(client(family).ip(), service_vip(family).ip(), UDP_PROTOCOL, 0, &udp_bytes)
 }
 
 /// Returns `frame` as a load balancer encapsulates it, with an outer header of this form.
-fn encapsulated(form: TunnelForm, frame: &[u8]) -> Vec<u8> {
-    let inner = &frame[ETHERNET..];
-    let mut transport = Vec::new();
+fn encapsulate(form: TunnelVariant, frame: &[u8]) -> Vec<u8> {
+    let inner_packet = &frame[ETHERNET_BYTES..];
+    let mut outer_transport = Vec::new();
     if form.forwarding == Forwarding::Gue {
-        for word in [50_000, intf::GUE_PORT as u16, (inner.len() + 8) as u16, 0] {
-            transport.extend(word.to_be_bytes());
+        for word in [50_000, intf::GUE_PORT as u16, (inner_packet.len() + 8) as u16, 0] {
+            outer_transport.extend(word.to_be_bytes());
         }
     }
-    transport.extend(inner);
-    packet(own_address(form.outer), server_address(form.outer, id(1)), form.protocol(), 0x4000, &transport)
+    outer_transport.extend(inner_packet);
+    ip_frame(
+        own_outer_address(form.outer_family),
+        server_outer_address(form.outer_family, id(1)),
+        form.outer_protocol(),
+        0x4000,
+        &outer_transport,
+    )
 }
 
 /// Runs the program on `frame`. Asserts that exactly `counter` has increased; `None`: that no counter has.
-fn run(decapsulation: &Decapsulation, frame: &[u8], counter: Option<&str>) -> (i32, Vec<u8>) {
-    let before = decapsulation.counters().unwrap();
+fn run_expecting_counter(decapsulation: &Decapsulation, frame: &[u8], counter: Option<&str>) -> (i32, Vec<u8>) {
+    let counters_before = decapsulation.counters().unwrap();
     let outcome = test_run::run(decapsulation.program(), frame, 1).unwrap();
-    let after = decapsulation.counters().unwrap();
-    let risen: Vec<_> =
-        (0..COUNTER_NAMES.len()).filter(|at| after[*at] != before[*at]).map(|at| COUNTER_NAMES[at]).collect();
-    assert_eq!(risen, Vec::from_iter(counter));
+    let counters_after = decapsulation.counters().unwrap();
+    let increased_counters: Vec<_> = (0..COUNTER_NAMES.len())
+        .filter(|at| counters_after[*at] != counters_before[*at])
+        .map(|at| COUNTER_NAMES[at])
+        .collect();
+    assert_eq!(increased_counters, Vec::from_iter(counter));
     (outcome.verdict, outcome.packet)
 }
 
 /// Asserts that an encapsulated packet of each form that `change` has changed is dropped, and counted as `counter`.
-fn expect_drop(counter: &str, change: impl Fn(&mut Vec<u8>, TunnelForm)) {
+fn expect_drop_of_changed_packet(counter: &str, change: impl Fn(&mut Vec<u8>, TunnelVariant)) {
     skip_if!(missing_bpf_rights());
-    let decapsulation = loaded();
-    for form in TunnelForm::all() {
-        let mut frame = encapsulated(form, &client_packet(form.inner));
+    let decapsulation = load_decapsulation();
+    for form in TunnelVariant::all() {
+        let mut frame = encapsulate(form, &client_packet(form.inner_family));
         change(&mut frame, form);
-        assert_eq!(run(&decapsulation, &frame, Some(counter)).0, XDP_DROP, "{form:?}");
+        assert_eq!(run_expecting_counter(&decapsulation, &frame, Some(counter)).0, XDP_DROP, "{form:?}");
     }
 }
 
 #[test]
 fn packet_of_a_load_balancer_loses_its_outer_header() {
     skip_if!(missing_bpf_rights());
-    let decapsulation = loaded();
-    for form in TunnelForm::all() {
-        let (client, vip) = (client(form.inner), vip(form.inner));
-        let fragment = packet(client.ip(), vip.ip(), UDP, MORE_FRAGMENTS, &datagram(form.inner, 53)[ETHERNET + 20..]);
-        let mut inner = vec![client_packet(form.inner), fragment];
+    let decapsulation = load_decapsulation();
+    for form in TunnelVariant::all() {
+        let (client, vip) = (client(form.inner_family), service_vip(form.inner_family));
+        let inner_fragment = ip_frame(
+            client.ip(),
+            vip.ip(),
+            UDP_PROTOCOL,
+            MORE_FRAGMENTS,
+            &udp_frame(form.inner_family, 53)[ETHERNET_BYTES + 20..],
+        );
+        let mut inner_frames = vec![client_packet(form.inner_family), inner_fragment];
         match (client, vip) {
             (SocketAddr::V4(_), _) => {
-                inner.push(Tcp { ip_options: vec![1, 1, 1, 0], ..Tcp::between(client, vip) }.frame());
+                inner_frames
+                    .push(TcpPacket { ip_options: vec![1, 1, 1, 0], ..TcpPacket::between(client, vip) }.frame());
             }
             _ => {
-                let headers: Vec<ExtensionHeader> = vec![(60, vec![0, 0, 1, 4, 0, 0, 0, 0])];
-                inner.push(Tcp { extension_headers: headers, ..Tcp::between(client, vip) }.frame());
+                let extension_headers: Vec<ExtensionHeader> = vec![(60, vec![0, 0, 1, 4, 0, 0, 0, 0])];
+                inner_frames.push(TcpPacket { extension_headers, ..TcpPacket::between(client, vip) }.frame());
             }
         }
-        for inner in inner {
-            let frame = encapsulated(form, &inner);
-            assert_eq!(run(&decapsulation, &frame, Some("decapsulated")), (XDP_PASS, inner), "{form:?}");
+        for inner in inner_frames {
+            let frame = encapsulate(form, &inner);
+            assert_eq!(
+                run_expecting_counter(&decapsulation, &frame, Some("decapsulated")),
+                (XDP_PASS, inner),
+                "{form:?}"
+            );
         }
     }
 }
@@ -114,150 +134,182 @@ fn packet_of_a_load_balancer_loses_its_outer_header() {
 #[test]
 fn padding_behind_the_outer_packet_is_no_error() {
     skip_if!(missing_bpf_rights());
-    for form in TunnelForm::all() {
-        let inner = client_packet(form.inner);
-        let frame = [encapsulated(form, &inner), vec![0; 9]].concat();
-        assert_eq!(run(&loaded(), &frame, Some("decapsulated")), (XDP_PASS, [inner, vec![0; 9]].concat()));
+    for form in TunnelVariant::all() {
+        let inner_frame = client_packet(form.inner_family);
+        let frame = [encapsulate(form, &inner_frame), vec![0; 9]].concat();
+        assert_eq!(
+            run_expecting_counter(&load_decapsulation(), &frame, Some("decapsulated")),
+            (XDP_PASS, [inner_frame, vec![0; 9]].concat())
+        );
     }
 }
 
 #[test]
 fn foreign_packets_pass_unchanged() {
     skip_if!(missing_bpf_rights());
-    let decapsulation = loaded();
-    let mut frames = vec![vec![0; 60]];
-    for form in TunnelForm::all() {
-        let mut other_family = encapsulated(form, &client_packet(form.inner));
-        other_family[12..14].copy_from_slice(if form.outer == Family::Ipv4 { &[0x86, 0xdd] } else { &[8, 0] });
-        frames.extend([client_packet(form.inner), datagram(form.inner, 6081), other_family]);
+    let decapsulation = load_decapsulation();
+    let mut foreign_frames = vec![vec![0; 60]];
+    for form in TunnelVariant::all() {
+        let mut wrong_family_frame = encapsulate(form, &client_packet(form.inner_family));
+        wrong_family_frame[12..14].copy_from_slice(if form.outer_family == Family::Ipv4 {
+            &[0x86, 0xdd]
+        } else {
+            &[8, 0]
+        });
+        foreign_frames.extend([
+            client_packet(form.inner_family),
+            udp_frame(form.inner_family, 6081),
+            wrong_family_frame,
+        ]);
     }
-    let gue = TunnelForm { forwarding: Forwarding::Gue, inner: Family::Ipv4, outer: Family::Ipv4 };
-    let mut later_fragment = encapsulated(gue, &client_packet(gue.inner));
-    later_fragment[ETHERNET + 7] = 5;
-    let of_ipv6 = TunnelForm { outer: Family::Ipv6, ..gue };
-    let mut fragment = encapsulated(of_ipv6, &client_packet(gue.inner));
-    fragment[ETHERNET + 6] = FRAGMENT_HEADER;
-    for frame in frames.into_iter().chain([later_fragment, fragment]) {
-        assert_eq!(run(&decapsulation, &frame, None), (XDP_PASS, frame));
+    let gue = TunnelVariant { forwarding: Forwarding::Gue, inner_family: Family::Ipv4, outer_family: Family::Ipv4 };
+    let mut later_fragment = encapsulate(gue, &client_packet(gue.inner_family));
+    later_fragment[ETHERNET_BYTES + 7] = 5;
+    let ipv6_outer_form = TunnelVariant { outer_family: Family::Ipv6, ..gue };
+    let mut ipv6_fragment = encapsulate(ipv6_outer_form, &client_packet(gue.inner_family));
+    ipv6_fragment[ETHERNET_BYTES + 6] = FRAGMENT_HEADER_NUMBER;
+    for frame in foreign_frames.into_iter().chain([later_fragment, ipv6_fragment]) {
+        assert_eq!(run_expecting_counter(&decapsulation, &frame, None), (XDP_PASS, frame));
     }
 }
 
 #[test]
 fn source_that_is_no_load_balancer_is_dropped() {
-    expect_drop("drop_decap_foreign_source", |frame, form| {
-        frame[ETHERNET + if form.outer == Family::Ipv4 { 15 } else { 23 }] ^= 1;
+    expect_drop_of_changed_packet("drop_decap_foreign_source", |frame, form| {
+        frame[ETHERNET_BYTES + if form.outer_family == Family::Ipv4 { 15 } else { 23 }] ^= 1;
     });
 }
 
 #[test]
 fn inner_destination_that_is_no_vip_is_dropped() {
-    expect_drop("drop_decap_foreign_destination", |frame, form| {
-        frame[ETHERNET + form.overhead() + ip_header(form.inner) - 1] ^= 1
+    expect_drop_of_changed_packet("drop_decap_foreign_destination", |frame, form| {
+        frame[ETHERNET_BYTES + form.overhead_bytes() + ip_header_bytes(form.inner_family) - 1] ^= 1
     });
 }
 
 #[test]
 fn fragment_of_an_encapsulated_ipv4_packet_is_dropped() {
     skip_if!(missing_bpf_rights());
-    let decapsulation = loaded();
-    for form in TunnelForm::all().filter(|form| form.outer == Family::Ipv4) {
-        let mut first = encapsulated(form, &client_packet(form.inner));
-        first[ETHERNET + 6] = 0x20;
-        let mut later = encapsulated(form, &client_packet(form.inner));
-        later[ETHERNET + 7] = 5;
+    let decapsulation = load_decapsulation();
+    for form in TunnelVariant::all().filter(|form| form.outer_family == Family::Ipv4) {
+        let mut first_fragment = encapsulate(form, &client_packet(form.inner_family));
+        first_fragment[ETHERNET_BYTES + 6] = 0x20;
+        let mut later_fragment = encapsulate(form, &client_packet(form.inner_family));
+        later_fragment[ETHERNET_BYTES + 7] = 5;
         // A later fragment has no ports, so the program cannot recognise it as GUE.
-        let fragments = if form.forwarding == Forwarding::Ipip { vec![first, later] } else { vec![first] };
+        let fragments = if form.forwarding == Forwarding::Ipip {
+            vec![first_fragment, later_fragment]
+        } else {
+            vec![first_fragment]
+        };
         for frame in fragments {
-            assert_eq!(run(&decapsulation, &frame, Some("drop_decap_fragment")).0, XDP_DROP);
+            assert_eq!(run_expecting_counter(&decapsulation, &frame, Some("drop_decap_fragment")).0, XDP_DROP);
         }
     }
 }
 
 #[test]
-fn tunnel_inside_is_dropped() {
+fn encapsulated_tunnel_packet_is_dropped() {
     for protocol in [4, 41, 47] {
-        expect_drop("drop_decap_nested", |frame, form| {
-            let inner = packet(client(form.inner).ip(), vip(form.inner).ip(), protocol, 0, b"packet");
-            *frame = encapsulated(form, &inner);
+        expect_drop_of_changed_packet("drop_decap_nested", |frame, form| {
+            let tunnel_frame =
+                ip_frame(client(form.inner_family).ip(), service_vip(form.inner_family).ip(), protocol, 0, b"packet");
+            *frame = encapsulate(form, &tunnel_frame);
         });
     }
-    expect_drop("drop_decap_nested", |frame, form| {
-        *frame = encapsulated(form, &datagram(form.inner, intf::GUE_PORT as u16));
+    expect_drop_of_changed_packet("drop_decap_nested", |frame, form| {
+        *frame = encapsulate(form, &udp_frame(form.inner_family, intf::GUE_PORT as u16));
     });
 }
 
 #[test]
-fn tunnel_behind_extension_headers_is_dropped() {
-    expect_drop("drop_decap_nested", |frame, form| {
-        let form = TunnelForm { inner: Family::Ipv6, ..form };
-        let (IpAddr::V6(client), IpAddr::V6(vip)) = (client(form.inner).ip(), vip(form.inner).ip()) else { panic!() };
-        let headers: Vec<ExtensionHeader> = vec![(0, vec![0, 0, 1, 4, 0, 0, 0, 0]), (60, vec![0, 0, 1, 4, 0, 0, 0, 0])];
-        *frame = encapsulated(form, &ipv6_frame([client, vip], &headers, 4, b"packet"));
+fn encapsulated_tunnel_behind_extension_headers_is_dropped() {
+    expect_drop_of_changed_packet("drop_decap_nested", |frame, form| {
+        let ipv6_inner_form = TunnelVariant { inner_family: Family::Ipv6, ..form };
+        let (IpAddr::V6(client), IpAddr::V6(vip)) =
+            (client(ipv6_inner_form.inner_family).ip(), service_vip(ipv6_inner_form.inner_family).ip())
+        else {
+            panic!()
+        };
+        let extension_headers: Vec<ExtensionHeader> =
+            vec![(0, vec![0, 0, 1, 4, 0, 0, 0, 0]), (60, vec![0, 0, 1, 4, 0, 0, 0, 0])];
+        *frame = encapsulate(ipv6_inner_form, &ipv6_frame([client, vip], &extension_headers, 4, b"packet"));
     });
 }
 
 #[test]
 fn contradicting_lengths_are_dropped() {
-    let low_length = |family| if family == Family::Ipv4 { 3 } else { 5 };
-    expect_drop("drop_decap_truncated", |frame, form| frame[ETHERNET + low_length(form.outer)] ^= 1);
-    expect_drop("drop_decap_truncated", |frame, form| {
-        frame[ETHERNET + form.overhead() + low_length(form.inner)] ^= 1;
+    let length_field_offset = |family| if family == Family::Ipv4 { 3 } else { 5 };
+    expect_drop_of_changed_packet("drop_decap_truncated", |frame, form| {
+        frame[ETHERNET_BYTES + length_field_offset(form.outer_family)] ^= 1
+    });
+    expect_drop_of_changed_packet("drop_decap_truncated", |frame, form| {
+        frame[ETHERNET_BYTES + form.overhead_bytes() + length_field_offset(form.inner_family)] ^= 1;
     });
     // The flipped bits give the other IP version, and an unknown version.
     for flipped in [0x20, 0x80] {
-        expect_drop("drop_decap_truncated", |frame, form| frame[ETHERNET + form.overhead()] ^= flipped);
+        expect_drop_of_changed_packet("drop_decap_truncated", |frame, form| {
+            frame[ETHERNET_BYTES + form.overhead_bytes()] ^= flipped
+        });
     }
-    expect_drop("drop_decap_truncated", |frame, _| frame.truncate(frame.len() - 1));
-    expect_drop("drop_decap_truncated", |frame, form| {
-        frame.truncate(ETHERNET + form.overhead() + ip_header(form.inner) - 1);
+    expect_drop_of_changed_packet("drop_decap_truncated", |frame, _| frame.truncate(frame.len() - 1));
+    expect_drop_of_changed_packet("drop_decap_truncated", |frame, form| {
+        frame.truncate(ETHERNET_BYTES + form.overhead_bytes() + ip_header_bytes(form.inner_family) - 1);
     });
-    expect_drop("drop_decap_truncated", |frame, form| match form.inner {
+    expect_drop_of_changed_packet("drop_decap_truncated", |frame, form| match form.inner_family {
         // The IP header's length becomes four words, which is too short.
-        Family::Ipv4 => frame[ETHERNET + form.overhead()] ^= 1,
-        Family::Ipv6 => frame.truncate(ETHERNET + form.overhead()),
+        Family::Ipv4 => frame[ETHERNET_BYTES + form.overhead_bytes()] ^= 1,
+        Family::Ipv6 => frame.truncate(ETHERNET_BYTES + form.overhead_bytes()),
     });
 }
 
 #[test]
-fn length_of_the_datagram_must_fit_that_of_the_packet() {
+fn datagram_length_longer_than_its_packet_is_dropped() {
     skip_if!(missing_bpf_rights());
-    for form in TunnelForm::all().filter(|form| form.forwarding == Forwarding::Gue) {
-        let mut frame = encapsulated(form, &client_packet(form.inner));
-        frame[ETHERNET + ip_header(form.outer) + 5] -= 1;
-        assert_eq!(run(&loaded(), &frame, Some("drop_decap_truncated")).0, XDP_DROP);
+    for form in TunnelVariant::all().filter(|form| form.forwarding == Forwarding::Gue) {
+        let mut frame = encapsulate(form, &client_packet(form.inner_family));
+        frame[ETHERNET_BYTES + ip_header_bytes(form.outer_family) + 5] -= 1;
+        assert_eq!(run_expecting_counter(&load_decapsulation(), &frame, Some("drop_decap_truncated")).0, XDP_DROP);
     }
 }
 
 #[test]
-fn congestion_mark_goes_to_the_inner_packet_or_drops_it() {
+fn congestion_mark_is_copied_to_the_inner_packet_or_drops_it() {
     skip_if!(missing_bpf_rights());
-    let decapsulation = loaded();
-    for (form, inner_ecn) in TunnelForm::all().flat_map(|form| [1, 2, 3].map(|ecn| (form, ecn))) {
-        let mut inner = client_packet(form.inner);
+    let decapsulation = load_decapsulation();
+    for (form, inner_ecn) in TunnelVariant::all().flat_map(|form| [1, 2, 3].map(|ecn| (form, ecn))) {
+        let mut inner_frame = client_packet(form.inner_family);
         // DSCP 46.
-        set_traffic_class(&mut inner, 0xb8 | inner_ecn);
-        let mut frame = encapsulated(form, &inner);
+        set_traffic_class(&mut inner_frame, 0xb8 | inner_ecn);
+        let mut frame = encapsulate(form, &inner_frame);
         set_traffic_class(&mut frame, CONGESTION_EXPERIENCED);
-        set_traffic_class(&mut inner, 0xb8 | CONGESTION_EXPERIENCED);
-        assert_eq!(run(&decapsulation, &frame, Some("decapsulated")), (XDP_PASS, inner), "{form:?} {inner_ecn}");
+        set_traffic_class(&mut inner_frame, 0xb8 | CONGESTION_EXPERIENCED);
+        assert_eq!(
+            run_expecting_counter(&decapsulation, &frame, Some("decapsulated")),
+            (XDP_PASS, inner_frame),
+            "{form:?} {inner_ecn}"
+        );
     }
-    expect_drop("drop_decap_congestion", |frame, _| set_traffic_class(frame, CONGESTION_EXPERIENCED));
+    expect_drop_of_changed_packet("drop_decap_congestion", |frame, _| set_traffic_class(frame, CONGESTION_EXPERIENCED));
 }
 
 #[test]
-fn removed_sources_and_vips_are_foreign() {
+fn packets_of_removed_sources_and_vips_are_dropped() {
     skip_if!(missing_bpf_rights());
-    for form in TunnelForm::all() {
-        let decapsulation = loaded();
-        let frame = encapsulated(form, &client_packet(form.inner));
-        let (other_family, of_form) = Family::BOTH.into_iter().partition::<Vec<_>, _>(|family| *family != form.inner);
-        assert_eq!(of_form, [form.inner]);
-        decapsulation.set_vips(&other_family.iter().map(|family| vip(*family).ip()).collect::<Vec<_>>()).unwrap();
-        assert_eq!(run(&decapsulation, &frame, Some("drop_decap_foreign_destination")).0, XDP_DROP);
-        decapsulation.set_vips(&[vip(form.inner).ip()]).unwrap();
-        assert_eq!(run(&decapsulation, &frame, Some("decapsulated")).0, XDP_PASS);
+    for form in TunnelVariant::all() {
+        let decapsulation = load_decapsulation();
+        let frame = encapsulate(form, &client_packet(form.inner_family));
+        let (other_family, of_form) =
+            Family::BOTH.into_iter().partition::<Vec<_>, _>(|family| *family != form.inner_family);
+        assert_eq!(of_form, [form.inner_family]);
+        decapsulation
+            .set_vips(&other_family.iter().map(|family| service_vip(*family).ip()).collect::<Vec<_>>())
+            .unwrap();
+        assert_eq!(run_expecting_counter(&decapsulation, &frame, Some("drop_decap_foreign_destination")).0, XDP_DROP);
+        decapsulation.set_vips(&[service_vip(form.inner_family).ip()]).unwrap();
+        assert_eq!(run_expecting_counter(&decapsulation, &frame, Some("decapsulated")).0, XDP_PASS);
         decapsulation.set_sources(&[]).unwrap();
-        assert_eq!(run(&decapsulation, &frame, Some("drop_decap_foreign_source")).0, XDP_DROP);
+        assert_eq!(run_expecting_counter(&decapsulation, &frame, Some("drop_decap_foreign_source")).0, XDP_DROP);
     }
 }
 
@@ -265,19 +317,32 @@ fn removed_sources_and_vips_are_foreign() {
 fn encapsulated_packet_arrives_unchanged() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(35, 0);
-    for form in TunnelForm::all() {
+    for form in TunnelVariant::all() {
         let mode = ServiceMode { forwarding: form.forwarding, ..ServiceMode::default() };
-        let mut balancer = Balancer::with(&[(service(vip(form.inner)), mode)], Options::default(), &mut rng);
-        balancer.lb.set_outer_header(OWN_ADDRESSES, 1500);
-        let servers = balancer.replace_servers(0, 1, &mut rng);
-        let address = server_address(form.outer, servers[0]);
-        balancer.lb.set_tunnel(servers[0], Tunnel { address, source_port: None }).unwrap();
-        balancer.install(0, &random_table(PlacementRule::Table, 1, 1, &servers, &mut rng));
-        let options = aligned_timestamp(7, 0);
-        let syn = Tcp { flags: SYN, options, ..Tcp::between(client(form.inner), vip(form.inner)) }.frame();
+        let mut balancer = Balancer::with_model(
+            &[(service_address(service_vip(form.inner_family)), mode)],
+            Options::default(),
+            &mut rng,
+        );
+        balancer.lb.set_outer_header(OWN_OUTER_ADDRESSES, 1500);
+        let server_ids = balancer.replace_servers(0, 1, &mut rng);
+        let address = server_outer_address(form.outer_family, server_ids[0]);
+        balancer.lb.set_tunnel(server_ids[0], Tunnel { address, source_port: None }).unwrap();
+        balancer.install_table(0, &random_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng));
+        let tcp_options = aligned_timestamp_option(7, 0);
+        let syn = TcpPacket {
+            flags: SYN,
+            tcp_options,
+            ..TcpPacket::between(client(form.inner_family), service_vip(form.inner_family))
+        }
+        .frame();
         let (verdict, packet) = balancer.run(&syn);
         assert_eq!(verdict, XDP_TX);
-        let arrived = run(&loaded(), &packet, Some("decapsulated"));
-        assert_eq!(arrived, (XDP_PASS, [&packet[..ETHERNET - 2], &syn[ETHERNET - 2..]].concat()), "{form:?}");
+        let decapsulated_frame = run_expecting_counter(&load_decapsulation(), &packet, Some("decapsulated"));
+        assert_eq!(
+            decapsulated_frame,
+            (XDP_PASS, [&packet[..ETHERNET_BYTES - 2], &syn[ETHERNET_BYTES - 2..]].concat()),
+            "{form:?}"
+        );
     }
 }

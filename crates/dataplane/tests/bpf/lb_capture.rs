@@ -8,59 +8,59 @@ use coreward_dataplane::lb::capture::{self, Capture, CapturedPacket, Destination
 use coreward_dataplane::lb::{LoadBalancer, Options, Server, XdpMode};
 use coreward_dataplane::mac::MacAddress;
 use coreward_model::consistency::{Consistency, ServiceMode};
-use coreward_model::cookie::{self, Cookie, CookieKey, FleetKeys, KeyIndex};
+use coreward_model::cookie::{self, Cookie, CookieKey, FleetCookieKeys, KeyIndex};
 use coreward_model::placement::PlacementRule;
 use coreward_model::rss::seeded_rng;
 use coreward_model::{FourTuple, ServiceAddress};
 
-use crate::support::balancer::{CLIENT, VIP, id, random_table, service};
+use crate::support::balancer::{CLIENT, VIP, id, random_table, service_address};
 use crate::support::network::{PinDirectory, VethPair, mac_address, pin_to_one_cpu};
 use crate::support::packet_socket::PacketSocket;
-use crate::support::tunnel::{client, vip};
-use crate::support::{self, Family, RST, SYN, Tcp, aligned_timestamp, missing_bpf_rights, skip_if};
+use crate::support::tunnel::{client, service_vip};
+use crate::support::{self, Family, RST, SYN, TcpPacket, aligned_timestamp_option, missing_bpf_rights, skip_if};
 
-const OTHER: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 81);
+const OTHER_VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 81);
 const SERVER_MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 9]);
 
-fn keys() -> FleetKeys {
-    FleetKeys { keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }], current: KeyIndex::First }
+fn fleet_keys() -> FleetCookieKeys {
+    FleetCookieKeys { keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }], current: KeyIndex::First }
 }
 
 /// Collects captured packets until there are `count` of them, or 30 s have passed.
-fn collect(capture: &mut Capture, count: usize) -> Vec<CapturedPacket> {
-    let mut captured = Vec::new();
-    let limit = Instant::now() + Duration::from_secs(30);
-    while captured.len() < count && Instant::now() < limit {
-        capture.poll(Duration::from_millis(50), &mut |packet| captured.push(packet)).unwrap();
+fn collect_packets(capture: &mut Capture, count: usize) -> Vec<CapturedPacket> {
+    let mut captured_packets = Vec::new();
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while captured_packets.len() < count && Instant::now() < deadline {
+        capture.poll(Duration::from_millis(50), &mut |packet| captured_packets.push(packet)).unwrap();
     }
-    captured
+    captured_packets
 }
 
 /// Timeout of a wait that is to be ended earlier by a signal.
-const LONG_WAIT: Duration = Duration::from_secs(30);
+const INTERRUPTED_WAIT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Sends signals until `wait` returns, as Ctrl-C does to `coreward capture`. A signal before the wait has no effect.
-fn interrupt(wait: impl FnOnce()) {
+fn run_with_signals(wait: impl FnOnce()) {
     extern "C" fn nothing(_: libc::c_int) {}
-    let handler = nix::sys::signal::SigHandler::Handler(nothing);
+    let signal_handler = nix::sys::signal::SigHandler::Handler(nothing);
     // SAFETY: the handler does nothing.
-    unsafe { nix::sys::signal::signal(nix::sys::signal::Signal::SIGUSR1, handler) }.unwrap();
+    unsafe { nix::sys::signal::signal(nix::sys::signal::Signal::SIGUSR1, signal_handler) }.unwrap();
     // SAFETY: takes nothing.
-    let waiting = unsafe { libc::pthread_self() };
+    let waiting_thread = unsafe { libc::pthread_self() };
     let (began, is_over) = (Instant::now(), AtomicBool::new(false));
-    let took = std::thread::scope(|scope| {
+    let wait_duration = std::thread::scope(|scope| {
         scope.spawn(|| {
-            while !is_over.load(Ordering::Relaxed) && began.elapsed() < 2 * LONG_WAIT {
+            while !is_over.load(Ordering::Relaxed) && began.elapsed() < 2 * INTERRUPTED_WAIT_TIMEOUT {
                 std::thread::sleep(Duration::from_millis(20));
                 // SAFETY: the thread lives longer than this one.
-                unsafe { libc::pthread_kill(waiting, libc::SIGUSR1) };
+                unsafe { libc::pthread_kill(waiting_thread, libc::SIGUSR1) };
             }
         });
         wait();
         is_over.store(true, Ordering::Relaxed);
         began.elapsed()
     });
-    assert!(took < LONG_WAIT, "the wait was not interrupted");
+    assert!(wait_duration < INTERRUPTED_WAIT_TIMEOUT, "the wait was not interrupted");
 }
 
 #[test]
@@ -72,74 +72,88 @@ fn capture_has_every_unchanged_packet_and_its_decision() {
     let options = Options { pin_directory: Some(pins.path()), ..Options::default() };
     let mut lb = LoadBalancer::load(options).unwrap();
     pair.server.run_inside(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
-    let mac = pair.server.run_inside(|| mac_address("eth0").0);
-    let stateless = |vip| (service(vip), ServiceMode::default());
-    let indexes = lb.set_services(&[stateless(VIP), stateless(OTHER)]).unwrap();
-    lb.set_service_name(indexes[0], "web");
-    lb.set_keys(&keys());
-    for index in &indexes {
+    let device_mac = pair.server.run_inside(|| mac_address("eth0").0);
+    let stateless_service = |vip| (service_address(vip), ServiceMode::default());
+    let service_indexes = lb.set_services(&[stateless_service(VIP), stateless_service(OTHER_VIP)]).unwrap();
+    lb.set_service_name(service_indexes[0], "web");
+    lb.set_keys(&fleet_keys());
+    for index in &service_indexes {
         lb.set_server(*index, id(7), Server { mac: Some(SERVER_MAC), is_eligible: true });
         lb.install_table(*index, &random_table(PlacementRule::Table, 1, 1, &[id(7)], &mut seeded_rng(1, 0))).unwrap();
     }
-    let named: Vec<(ServiceAddress, String)> = capture::services(&pins.path()).unwrap();
-    assert_eq!(named, [(service(VIP), "web".to_owned()), (service(OTHER), String::new())]);
-
-    let options = capture::Options { pin_directory: pins.path(), service: service(VIP), capture_length: 200 };
-    let mut capture = Capture::start(options.clone()).unwrap();
-    let tsecr =
-        cookie::stamp_tsval(&keys(), &support::TIME_KEY, &FourTuple::ipv4(CLIENT, VIP), Cookie::Server(id(7)), 12_345);
-    let established = Tcp { destination_mac: mac, options: aligned_timestamp(1, tsecr), ..Tcp::new(CLIENT, VIP) };
-    let mut malformed = established.frame();
-    malformed[14] = 0x41;
-    let frames = [
-        established.frame(),
-        Tcp { flags: SYN, options: aligned_timestamp(1, 0), ..established.clone() }.frame(),
-        Tcp { flags: RST, options: vec![], ..established.clone() }.frame(),
-        malformed,
-        // A packet of another service is not captured.
-        Tcp { destination_mac: mac, ..Tcp::new(CLIENT, OTHER) }.frame(),
-    ];
-    let send = |frames: &[Vec<u8>]| {
-        pair.client.run_inside(|| frames.iter().for_each(|frame| PacketSocket::open("eth0").send(frame)));
-    };
-    send(&frames);
-    let captured = collect(&mut capture, 4);
-    let seen: Vec<_> = captured.iter().map(|packet| (packet.outcome, packet.destination.clone())).collect();
-    let server = Destination::Server(SERVER_MAC, vec![id(7)]);
+    let services_with_names: Vec<(ServiceAddress, String)> = capture::services(&pins.path()).unwrap();
     assert_eq!(
-        seen,
+        services_with_names,
+        [(service_address(VIP), "web".to_owned()), (service_address(OTHER_VIP), String::new())]
+    );
+
+    let options =
+        capture::Options { pin_directory: pins.path(), service: service_address(VIP), max_captured_bytes: 200 };
+    let mut capture = Capture::start(options.clone()).unwrap();
+    let cookie_tsecr = cookie::stamp_tsval(
+        &fleet_keys(),
+        &support::FOREIGN_TIME_KEY,
+        &FourTuple::ipv4(CLIENT, VIP),
+        Cookie::Server(id(7)),
+        12_345,
+    );
+    let established_packet = TcpPacket {
+        destination_mac: device_mac,
+        tcp_options: aligned_timestamp_option(1, cookie_tsecr),
+        ..TcpPacket::new(CLIENT, VIP)
+    };
+    let mut malformed_frame = established_packet.frame();
+    malformed_frame[14] = 0x41;
+    let sent_frames = [
+        established_packet.frame(),
+        TcpPacket { flags: SYN, tcp_options: aligned_timestamp_option(1, 0), ..established_packet.clone() }.frame(),
+        TcpPacket { flags: RST, tcp_options: vec![], ..established_packet.clone() }.frame(),
+        malformed_frame,
+        // A packet of another service is not captured.
+        TcpPacket { destination_mac: device_mac, ..TcpPacket::new(CLIENT, OTHER_VIP) }.frame(),
+    ];
+    let send_frames = |frames: &[Vec<u8>]| {
+        pair.client.run_inside(|| frames.iter().for_each(|frame| PacketSocket::open("eth0").send_frame(frame)));
+    };
+    send_frames(&sent_frames);
+    let captured_packets = collect_packets(&mut capture, 4);
+    let decisions: Vec<_> =
+        captured_packets.iter().map(|packet| (packet.outcome, packet.destination.clone())).collect();
+    let expected_server = Destination::Server(SERVER_MAC, vec![id(7)]);
+    assert_eq!(
+        decisions,
         [
-            ("established", server.clone()),
-            ("new_connection", server.clone()),
-            ("broadcast", Destination::AllServers),
+            ("established", expected_server.clone()),
+            ("new_connection", expected_server.clone()),
+            ("broadcast", Destination::Broadcast),
             ("drop_malformed_ipv4", Destination::Dropped),
         ]
     );
-    for (packet, frame) in captured.iter().zip(&frames) {
+    for (packet, frame) in captured_packets.iter().zip(&sent_frames) {
         assert_eq!(packet.frame_in, frame[..frame.len().min(200)]);
         assert_eq!(packet.length as usize, frame.len());
     }
-    assert_eq!(captured[0].frame_out[..6], SERVER_MAC.0);
+    assert_eq!(captured_packets[0].frame_out[..6], SERVER_MAC.0);
 
-    interrupt(|| capture.poll(LONG_WAIT, &mut |_| {}).unwrap());
+    run_with_signals(|| capture.poll(INTERRUPTED_WAIT_TIMEOUT, &mut |_| {}).unwrap());
 
     // The daemon replaces the capturing program by another variant: the capture continues with that variant.
-    let flows = ServiceMode { consistency: Consistency::HashTable, ..ServiceMode::default() };
-    lb.set_services(&[(service(VIP), flows)]).unwrap();
-    let (mut captured, limit) = (Vec::new(), Instant::now() + LONG_WAIT);
+    let hash_table_mode = ServiceMode { consistency: Consistency::HashTable, ..ServiceMode::default() };
+    lb.set_services(&[(service_address(VIP), hash_table_mode)]).unwrap();
+    let (mut captured, limit) = (Vec::new(), Instant::now() + INTERRUPTED_WAIT_TIMEOUT);
     for port in CLIENT.1 + 1.. {
-        let begins = Tcp { destination_mac: mac, flags: SYN, ..Tcp::new((CLIENT.0, port), VIP) };
-        send(&[Tcp { options: aligned_timestamp(1, 0), ..begins }.frame()]);
+        let syn_packet = TcpPacket { destination_mac: device_mac, flags: SYN, ..TcpPacket::new((CLIENT.0, port), VIP) };
+        send_frames(&[TcpPacket { tcp_options: aligned_timestamp_option(1, 0), ..syn_packet }.frame()]);
         capture.poll(Duration::from_millis(50), &mut |packet| captured.push(packet)).unwrap();
         if !captured.is_empty() || Instant::now() > limit {
             break;
         }
     }
     assert!(!captured.is_empty() && captured.iter().all(|packet| packet.outcome == "new_connection"));
-    assert_eq!(capture.lost_records(), 0);
+    assert_eq!(capture.lost_record_count(), 0);
 
-    let unknown = capture::Options { service: service((VIP.0, 443)), ..options };
-    let error = Capture::start(unknown).err().map(|error| error.to_string());
+    let unknown_service = capture::Options { service: service_address((VIP.0, 443)), ..options };
+    let error = Capture::start(unknown_service).err().map(|error| error.to_string());
     assert_eq!(error.as_deref(), Some("no service 10.200.0.1:443/tcp: expected one of 10.200.0.1:80/tcp"));
     drop(capture);
     lb.detach().unwrap();
@@ -152,25 +166,28 @@ fn ipv6_packets_of_the_service_are_captured() {
     let options = Options { pin_directory: Some(pins.path()), ..Options::default() };
     let mut lb = LoadBalancer::load(options).unwrap();
     pair.server.run_inside(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
-    let mac = pair.server.run_inside(|| mac_address("eth0").0);
-    let (watched, other) = (vip(Family::Ipv6), SocketAddr::new(vip(Family::Ipv6).ip(), 81));
-    let services = [watched, other].map(|vip| (service(vip), ServiceMode::default()));
+    let device_mac = pair.server.run_inside(|| mac_address("eth0").0);
+    let (watched, other) = (service_vip(Family::Ipv6), SocketAddr::new(service_vip(Family::Ipv6).ip(), 81));
+    let services = [watched, other].map(|vip| (service_address(vip), ServiceMode::default()));
     for index in lb.set_services(&services).unwrap() {
         lb.set_server(index, id(7), Server { mac: Some(SERVER_MAC), is_eligible: true });
         lb.install_table(index, &random_table(PlacementRule::Table, 1, 1, &[id(7)], &mut seeded_rng(1, 0))).unwrap();
     }
-    let options = capture::Options { pin_directory: pins.path(), service: service(watched), capture_length: 200 };
+    let options =
+        capture::Options { pin_directory: pins.path(), service: service_address(watched), max_captured_bytes: 200 };
     let mut capture = Capture::start(options).unwrap();
-    let syn = |vip| {
-        let tcp = Tcp { destination_mac: mac, flags: SYN, ..Tcp::between(client(Family::Ipv6), vip) };
-        Tcp { options: aligned_timestamp(1, 0), ..tcp }.frame()
+    let syn_frame = |vip| {
+        let tcp =
+            TcpPacket { destination_mac: device_mac, flags: SYN, ..TcpPacket::between(client(Family::Ipv6), vip) };
+        TcpPacket { tcp_options: aligned_timestamp_option(1, 0), ..tcp }.frame()
     };
     // One receive queue keeps the order of both packets.
-    let frames = [syn(other), syn(watched)];
-    pair.client.run_inside(|| frames.iter().for_each(|frame| PacketSocket::open("eth0").send(frame)));
-    let captured = collect(&mut capture, 1);
-    let seen: Vec<_> = captured.iter().map(|packet| (packet.outcome, &packet.frame_in)).collect();
-    assert_eq!(seen, [("new_connection", &frames[1])]);
+    let frames = [syn_frame(other), syn_frame(watched)];
+    pair.client.run_inside(|| frames.iter().for_each(|frame| PacketSocket::open("eth0").send_frame(frame)));
+    let captured_packets = collect_packets(&mut capture, 1);
+    let outcomes_and_frames: Vec<_> =
+        captured_packets.iter().map(|packet| (packet.outcome, &packet.frame_in)).collect();
+    assert_eq!(outcomes_and_frames, [("new_connection", &frames[1])]);
     drop(capture);
     lb.detach().unwrap();
 }

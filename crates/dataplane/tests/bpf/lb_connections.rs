@@ -9,7 +9,7 @@ use coreward_dataplane::lb::{BroadcastRates, Options, PacketRate, Server};
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 use coreward_model::connection_table::{
-    ClockTicks, ExpiryReason, TableSize, Timeouts, decode_cookie_index, encode_cookie_index, encode_syn_tsecr,
+    ClockTicks, ConnectionTimeouts, ExpiryReason, TableSize, decode_cookie_index, encode_cookie_index, encode_syn_tsecr,
 };
 use coreward_model::consistency::ServiceMode;
 use coreward_model::cookie::{self, Cookie};
@@ -17,108 +17,127 @@ use coreward_model::placement::PlacementRule;
 use coreward_model::rss::{seeded_rng, uniform_below};
 use rand::Rng as _;
 
-use crate::support::balancer::{Balancer, Identification, OWN_MAC, XDP_DROP, XDP_TX, random_table, service};
+use crate::support::balancer::{
+    Balancer, ExpectedIdentification, OWN_MAC, XDP_DROP, XDP_TX, random_table, service_address,
+};
 use crate::support::stateful::{
-    STATEFUL, VIP, balancer, client, established, ipv4_client, own_number, owner, packet, syn, syn_with_tsecr,
-    tsecr_of, tuple,
+    STATEFUL_MODE, VIP, established_frame, established_packet, ipv4_client, own_owner_number, owner_number,
+    random_client, stateful_balancer, syn_frame, syn_with_tsecr, tsecr_of, tuple_to_vip,
 };
 use crate::support::{
-    self, ACK, FIN, RST, SYN, Tcp, aligned_timestamp, missing_bpf_rights, skip_if, tcp_sum, timestamp,
+    self, ACK, FIN, RST, SYN, TcpPacket, aligned_timestamp_option, missing_bpf_rights, skip_if, tcp_segment_sum,
+    timestamp_option,
 };
 
 #[test]
 fn new_connection_takes_an_entry_that_later_packets_find() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(101, 0);
-    let (mut balancer, ids) = balancer(4096, &mut rng);
+    let (mut balancer, ids) = stateful_balancer(4096, &mut rng);
     balancer.lb.tick(Duration::from_millis(12_345));
-    let opened: Vec<_> = (0..500).map(|_| balancer.open_with_entry(client(&mut rng))).collect();
-    let servers: BTreeSet<_> = opened.iter().map(|opened| opened.server).collect();
-    assert_eq!(servers, ids.iter().copied().collect(), "the rule is obeyed");
-    for opened in &opened {
-        let entry = balancer.entry(opened.client).unwrap();
+    let opened_connections: Vec<_> =
+        (0..500).map(|_| balancer.open_connection_with_entry(random_client(&mut rng))).collect();
+    let reached_servers: BTreeSet<_> = opened_connections.iter().map(|opened| opened.server).collect();
+    assert_eq!(reached_servers, ids.iter().copied().collect(), "the rule is obeyed");
+    for opened in &opened_connections {
+        let entry = balancer.connection_entry(opened.client).unwrap();
         assert_eq!(entry.identity.server, opened.server);
-        assert_eq!(decode_cookie_index(opened.number), (own_number(), entry.index.slot()));
-        let hash = balancer.hash(opened.client);
-        let size = TableSize::try_from(4096).unwrap();
-        assert_eq!((entry.index.partition(), entry.identity.tag), (hash.partition(size), hash.tag()));
-        assert_eq!((entry.packets, entry.bytes), (1, syn(opened.client).len() as u64));
-        assert_eq!((entry.opened_at, entry.last_seen, entry.is_closing), (ClockTicks(123), ClockTicks(123), false));
+        assert_eq!(decode_cookie_index(opened.cookie_index), (own_owner_number(), entry.index.slot()));
+        let connection_hash = balancer.connection_hash(opened.client);
+        let table_size = TableSize::try_from(4096).unwrap();
+        assert_eq!(
+            (entry.index.partition(), entry.identity.tag),
+            (connection_hash.partition(table_size), connection_hash.tag())
+        );
+        assert_eq!((entry.packet_count, entry.bytes), (1, syn_frame(opened.client).len() as u64));
+        assert_eq!(
+            (entry.opened_at, entry.last_packet_at, entry.is_closing),
+            (ClockTicks(123), ClockTicks(123), false)
+        );
     }
-    let indexes: BTreeSet<_> = opened.iter().map(|opened| balancer.entry(opened.client).unwrap().index).collect();
-    assert_eq!(indexes.len(), opened.len());
+    let entry_indexes: BTreeSet<_> =
+        opened_connections.iter().map(|opened| balancer.connection_entry(opened.client).unwrap().index).collect();
+    assert_eq!(entry_indexes.len(), opened_connections.len());
 
     // The result does not depend on table, keys and path (fast or slow).
     balancer.lb.tick(Duration::from_secs(20));
     let table = random_table(PlacementRule::Table, 2, 1, &ids, &mut rng);
-    balancer.install(0, &table);
-    balancer.new_keys(&mut rng);
-    let odd = [&[1][..], &timestamp(1, 0), &[0]].concat();
-    for opened in &opened {
-        balancer.expect_by_index(opened);
-        let mut slow_path = packet(&balancer.keys, opened.client, opened.number, ACK);
+    balancer.install_table(0, &table);
+    balancer.set_random_keys(&mut rng);
+    let unaligned_timestamp = [&[1][..], &timestamp_option(1, 0), &[0]].concat();
+    for opened in &opened_connections {
+        balancer.expect_found_by_index(opened);
+        let mut slow_path_packet = established_packet(&balancer.fleet_keys, opened.client, opened.cookie_index, ACK);
         let tsecr = cookie::stamp_tsval(
-            &balancer.keys,
-            &support::TIME_KEY,
-            &tuple(opened.client),
-            Cookie::TableIndex(opened.number),
+            &balancer.fleet_keys,
+            &support::FOREIGN_TIME_KEY,
+            &tuple_to_vip(opened.client),
+            Cookie::TableIndex(opened.cookie_index),
             5,
         );
-        slow_path.options = odd.clone();
-        slow_path.options[7..11].copy_from_slice(&tsecr.to_be_bytes());
-        let slow_path = slow_path.frame();
-        balancer.expect_sent_to(0, &slow_path, opened.server, "connection_table");
-        let entry = balancer.entry(opened.client).unwrap();
-        let bytes = syn(opened.client).len() + slow_path.len() + established(&balancer, opened.client, 0).len();
-        assert_eq!((entry.packets, entry.bytes), (3, bytes as u64));
-        assert_eq!((entry.opened_at, entry.last_seen), (ClockTicks(123), ClockTicks(200)));
+        slow_path_packet.tcp_options = unaligned_timestamp.clone();
+        slow_path_packet.tcp_options[7..11].copy_from_slice(&tsecr.to_be_bytes());
+        let slow_path_frame = slow_path_packet.frame();
+        balancer.expect_sent_to(0, &slow_path_frame, opened.server, "connection_table");
+        let entry = balancer.connection_entry(opened.client).unwrap();
+        let forwarded_bytes = syn_frame(opened.client).len()
+            + slow_path_frame.len()
+            + established_frame(&balancer, opened.client, 0).len();
+        assert_eq!((entry.packet_count, entry.bytes), (3, forwarded_bytes as u64));
+        assert_eq!((entry.opened_at, entry.last_packet_at), (ClockTicks(123), ClockTicks(200)));
     }
     // FIN and RST mark an entry as closing; a SYN removes the mark.
-    for (opened, flags) in opened.iter().zip([ACK | FIN, ACK | RST].into_iter().cycle()) {
-        let frame = packet(&balancer.keys, opened.client, opened.number, flags).frame();
-        let closed = || balancer.lb.traffic(opened.server).closed;
-        let before = closed();
+    for (opened, flags) in opened_connections.iter().zip([ACK | FIN, ACK | RST].into_iter().cycle()) {
+        let frame = established_packet(&balancer.fleet_keys, opened.client, opened.cookie_index, flags).frame();
+        let closed_count = || balancer.lb.traffic(opened.server).closed;
+        let closed_before = closed_count();
         for _ in 0..3 {
             balancer.expect_sent_to(0, &frame, opened.server, "connection_table");
         }
-        assert_eq!(closed(), before + 1, "sent again it closes nothing");
-        assert!(balancer.entry(opened.client).unwrap().is_closing);
-        assert_eq!(balancer.open(opened.client).1, Some(opened.number));
-        assert!(!balancer.entry(opened.client).unwrap().is_closing);
+        assert_eq!(closed_count(), closed_before + 1, "sent again it closes nothing");
+        assert!(balancer.connection_entry(opened.client).unwrap().is_closing);
+        assert_eq!(balancer.send_syn(opened.client).1, Some(opened.cookie_index));
+        assert!(!balancer.connection_entry(opened.client).unwrap().is_closing);
     }
-    assert_eq!(balancer.events(0, "connection_unknown"), 0);
+    assert_eq!(balancer.event_count(0, "connection_unknown"), 0);
 }
 
 #[test]
 fn server_learns_the_index_at_any_option_offset() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(102, 0);
-    let (balancer, _) = balancer(65_536, &mut rng);
+    let (balancer, _) = stateful_balancer(65_536, &mut rng);
     for round in 0..2000 {
-        let client = client(&mut rng);
+        let client = random_client(&mut rng);
         // Up to 7 bytes of NOPs, and an option of 5 bytes, move the timestamp to even and odd offsets.
-        let mut before = vec![1; round % 8];
+        let mut options_before = vec![1; round % 8];
         if round % 3 == 0 {
-            before.splice(0..0, [254, 5, 1, 2, 3]);
+            options_before.splice(0..0, [254, 5, 1, 2, 3]);
         }
-        let behind: &[u8] = if round % 2 == 0 { &[3, 3, 7] } else { &[] };
+        let options_after: &[u8] = if round % 2 == 0 { &[3, 3, 7] } else { &[] };
         let ip_options = vec![1; 4 * (round / 8 % 11)];
         // A SYN's TSecr should be 0, but some clients send another value.
         let tsecr = if round % 5 == 0 { rng.next_u32() } else { 0 };
-        let with = |tsecr: u32| {
-            let options = [&before[..], &timestamp(rng.clone().next_u32(), tsecr), behind].concat();
-            let tcp = Tcp { flags: SYN, options, ip_options: ip_options.clone(), ..Tcp::new(client, VIP) };
+        let syn_with = |tsecr: u32| {
+            let options =
+                [&options_before[..], &timestamp_option(rng.clone().next_u32(), tsecr), options_after].concat();
+            let tcp = TcpPacket {
+                flags: SYN,
+                tcp_options: options,
+                ip_options: ip_options.clone(),
+                ..TcpPacket::new(client, VIP)
+            };
             tcp.frame_with_sequence(77, 0)
         };
-        let (verdict, forwarded) = balancer.run_expecting_counter(&with(tsecr), Some(0), "new_connection");
-        let entry = balancer.entry(client).expect("it got an entry");
-        let mut expected = with(encode_syn_tsecr(own_number(), entry.index.slot()));
-        expected[..6].copy_from_slice(&balancer.macs[&(0, entry.identity.server)].0);
-        expected[6..12].copy_from_slice(&OWN_MAC.0);
+        let (verdict, forwarded) = balancer.run_expecting_counter(&syn_with(tsecr), Some(0), "new_connection");
+        let entry = balancer.connection_entry(client).expect("it got an entry");
+        let mut expected_frame = syn_with(encode_syn_tsecr(own_owner_number(), entry.index.slot()));
+        expected_frame[..6].copy_from_slice(&balancer.server_macs[&(0, entry.identity.server)].0);
+        expected_frame[6..12].copy_from_slice(&OWN_MAC.0);
         assert_eq!(verdict, XDP_TX);
-        assert_eq!(tcp_sum(&forwarded), 0xffff, "round {round}: the checksum is wrong");
+        assert_eq!(tcp_segment_sum(&forwarded), 0xffff, "round {round}: the checksum is wrong");
         // `tcp_sum` alone would accept 0 and 0xffff as the same sum.
-        assert_eq!(forwarded, expected, "round {round}");
+        assert_eq!(forwarded, expected_frame, "round {round}");
         rng.next_u32();
     }
 }
@@ -127,44 +146,47 @@ fn server_learns_the_index_at_any_option_offset() {
 fn retransmitted_syn_gets_its_entry_while_its_server_is_eligible() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(103, 0);
-    let (mut balancer, _) = balancer(4096, &mut rng);
-    let first = balancer.open_with_entry(client(&mut rng));
+    let (mut balancer, _) = stateful_balancer(4096, &mut rng);
+    let first_connection = balancer.open_connection_with_entry(random_client(&mut rng));
     for _ in 0..50 {
-        balancer.open_with_entry(client(&mut rng));
+        balancer.open_connection_with_entry(random_client(&mut rng));
     }
     balancer.lb.tick(Duration::from_secs(3));
-    assert_eq!(balancer.open(first.client), (first.server, Some(first.number)));
-    let entry = balancer.entry(first.client).unwrap();
-    assert_eq!((entry.packets, entry.last_seen), (1, ClockTicks(30)), "it is still half-open");
-    assert_eq!(balancer.lb.connections_in_use(), 51);
+    assert_eq!(
+        balancer.send_syn(first_connection.client),
+        (first_connection.server, Some(first_connection.cookie_index))
+    );
+    let entry = balancer.connection_entry(first_connection.client).unwrap();
+    assert_eq!((entry.packet_count, entry.last_packet_at), (1, ClockTicks(30)), "it is still half-open");
+    assert_eq!(balancer.lb.scan_used_entry_count(), 51);
 
-    let draining = Server { mac: Some(balancer.macs[&(0, first.server)]), is_eligible: false };
-    balancer.lb.set_server(balancer.services[0], first.server, draining);
-    let (server, number) = balancer.open(first.client);
-    assert_ne!(server, first.server);
-    assert!(number.is_some_and(|number| number != first.number));
-    assert_eq!(balancer.lb.connections_in_use(), 52);
+    let draining_server = Server { mac: Some(balancer.server_macs[&(0, first_connection.server)]), is_eligible: false };
+    balancer.lb.set_server(balancer.service_indexes[0], first_connection.server, draining_server);
+    let (server, number) = balancer.send_syn(first_connection.client);
+    assert_ne!(server, first_connection.server);
+    assert!(number.is_some_and(|number| number != first_connection.cookie_index));
+    assert_eq!(balancer.lb.scan_used_entry_count(), 52);
 }
 
 #[test]
 fn connection_holds_one_entry_while_few_others_of_its_hash_open() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(117, 0);
-    let (balancer, _) = balancer(4096, &mut rng);
-    let first = balancer.open_with_entry(client(&mut rng));
-    let set = balancer.hash(first.client).recent_set();
+    let (balancer, _) = stateful_balancer(4096, &mut rng);
+    let first = balancer.open_connection_with_entry(random_client(&mut rng));
+    let entry_set = balancer.connection_hash(first.client).recent_syn_set_index();
     for round in 1..=20 {
-        let mut others = Vec::new();
-        while others.len() < intf::RECENT_WAYS as usize - 1 {
-            let other = client(&mut rng);
-            if balancer.hash(other).recent_set() == set {
-                others.push(balancer.open_with_entry(other));
+        let mut other_clients = Vec::new();
+        while other_clients.len() < intf::RECENT_WAYS as usize - 1 {
+            let other_client = random_client(&mut rng);
+            if balancer.connection_hash(other_client).recent_syn_set_index() == entry_set {
+                other_clients.push(balancer.open_connection_with_entry(other_client));
             }
         }
-        for again in others.iter().chain([&first]) {
-            assert_eq!(balancer.open(again.client), (again.server, Some(again.number)), "round {round}");
+        for again in other_clients.iter().chain([&first]) {
+            assert_eq!(balancer.send_syn(again.client), (again.server, Some(again.cookie_index)), "round {round}");
         }
-        assert_eq!(balancer.lb.connections_in_use(), 1 + round * others.len());
+        assert_eq!(balancer.lb.scan_used_entry_count(), 1 + round * other_clients.len());
     }
 }
 
@@ -174,133 +196,149 @@ fn cookie_of_another_connection_is_unknown() {
     let mut rng = seeded_rng(104, 0);
     let options = Options {
         connection_table_size: TableSize::try_from(1024).unwrap(),
-        broadcast_limits: [BroadcastRates::uniform(PacketRate { per_second: 1, burst: 3 });
+        broadcast_limits: [BroadcastRates::with_equal_rates(PacketRate { per_second: 1, burst_packets: 3 });
             intf::LIMITED_KIND_COUNT as usize],
         ..Options::default()
     };
     let other_vip = (Ipv4Addr::new(10, 200, 0, 1), 443);
-    let services = [(service(VIP), STATEFUL), (service(other_vip), STATEFUL)];
-    let mut balancer = Balancer::with_limits(&services, options, &mut rng);
-    let ids = balancer.replace_servers(0, 4, &mut rng);
-    let table = random_table(PlacementRule::RoundRobin, 1, 1, &ids, &mut rng);
-    balancer.install(0, &table);
-    balancer.lb.set_owner_number(Some(own_number()));
-    let opened = balancer.open_with_entry(client(&mut rng));
-    let mut unknown = 0;
+    let services = [(service_address(VIP), STATEFUL_MODE), (service_address(other_vip), STATEFUL_MODE)];
+    let mut balancer = Balancer::without_model(&services, options, &mut rng);
+    let server_ids = balancer.replace_servers(0, 4, &mut rng);
+    let table = random_table(PlacementRule::RoundRobin, 1, 1, &server_ids, &mut rng);
+    balancer.install_table(0, &table);
+    balancer.lb.set_owner_number(Some(own_owner_number()));
+    let opened_connection = balancer.open_connection_with_entry(random_client(&mut rng));
+    let mut unknown_count = 0;
     let mut expect_unknown = |balancer: &Balancer, frame: &[u8]| {
-        balancer.expect_broadcast_or(0, frame, Identification::Unchanged, "drop_unknown_cookie");
-        unknown += 1;
-        assert_eq!(balancer.events(0, "connection_unknown"), unknown);
+        balancer.expect_broadcast_or_dropped(0, frame, ExpectedIdentification::Unchanged, "drop_unknown_cookie");
+        unknown_count += 1;
+        assert_eq!(balancer.event_count(0, "connection_unknown"), unknown_count);
     };
     // Packets of other tuples with this slot, and packets of this tuple with free slots. A FIN takes the slow path.
     for _ in 0..200 {
-        expect_unknown(&balancer, &established(&balancer, client(&mut rng), opened.number));
+        expect_unknown(
+            &balancer,
+            &established_frame(&balancer, random_client(&mut rng), opened_connection.cookie_index),
+        );
     }
-    for slot in (0..1024).filter(|slot| *slot != u32::from(opened.number) % 1024).step_by(7) {
-        let number = encode_cookie_index(own_number(), slot);
-        expect_unknown(&balancer, &established(&balancer, opened.client, number));
-        expect_unknown(&balancer, &packet(&balancer.keys, opened.client, number, ACK | FIN).frame());
+    for slot in (0..1024).filter(|slot| *slot != u32::from(opened_connection.cookie_index) % 1024).step_by(7) {
+        let cookie_index = encode_cookie_index(own_owner_number(), slot);
+        expect_unknown(&balancer, &established_frame(&balancer, opened_connection.client, cookie_index));
+        expect_unknown(
+            &balancer,
+            &established_packet(&balancer.fleet_keys, opened_connection.client, cookie_index, ACK | FIN).frame(),
+        );
     }
-    let entry = balancer.entry(opened.client).unwrap();
-    assert_eq!((entry.packets, entry.is_closing), (1, false), "nothing of that was counted for it");
+    let entry = balancer.connection_entry(opened_connection.client).unwrap();
+    assert_eq!((entry.packet_count, entry.is_closing), (1, false), "nothing of that was counted for it");
     // The same client at the other service is another connection.
     let tsecr = cookie::stamp_tsval(
-        &balancer.keys,
-        &support::TIME_KEY,
-        &tuple(opened.client),
-        Cookie::TableIndex(opened.number),
+        &balancer.fleet_keys,
+        &support::FOREIGN_TIME_KEY,
+        &tuple_to_vip(opened_connection.client),
+        Cookie::TableIndex(opened_connection.cookie_index),
         5,
     );
-    let mut elsewhere = Tcp { options: aligned_timestamp(1, tsecr), ..Tcp::new(opened.client, VIP) };
-    elsewhere.destination.set_port(other_vip.1);
-    let (_, _) = balancer.run(&elsewhere.frame());
-    assert_eq!(balancer.entry(opened.client).unwrap().packets, 1);
-    balancer.expect_by_index(&opened);
+    let mut packet_to_other_vip =
+        TcpPacket { tcp_options: aligned_timestamp_option(1, tsecr), ..TcpPacket::new(opened_connection.client, VIP) };
+    packet_to_other_vip.destination.set_port(other_vip.1);
+    let (_, _) = balancer.run(&packet_to_other_vip.frame());
+    assert_eq!(balancer.connection_entry(opened_connection.client).unwrap().packet_count, 1);
+    balancer.expect_found_by_index(&opened_connection);
 
     // Packets to an unresolved server are dropped; packets to a removed server are broadcast.
-    let index = balancer.services[0];
-    balancer.lb.set_server(index, opened.server, Server { mac: None, is_eligible: true });
-    let frame = established(&balancer, opened.client, opened.number);
-    balancer.expect(&frame, XDP_DROP, 0, "drop_server_unresolved");
-    balancer.lb.remove_server(index, opened.server);
-    balancer.expect_broadcast_or(0, &frame, Identification::Unchanged, "drop_unknown_cookie");
-    assert_eq!(balancer.events(0, "connection_unknown"), unknown);
+    let service_index = balancer.service_indexes[0];
+    balancer.lb.set_server(service_index, opened_connection.server, Server { mac: None, is_eligible: true });
+    let frame = established_frame(&balancer, opened_connection.client, opened_connection.cookie_index);
+    balancer.expect_unforwarded(&frame, XDP_DROP, 0, "drop_server_unresolved");
+    balancer.lb.remove_server(service_index, opened_connection.server);
+    balancer.expect_broadcast_or_dropped(0, &frame, ExpectedIdentification::Unchanged, "drop_unknown_cookie");
+    assert_eq!(balancer.event_count(0, "connection_unknown"), unknown_count);
 }
 
 #[test]
-fn index_of_another_table_goes_to_its_owner_or_is_broadcast() {
+fn packet_with_an_index_of_another_table_goes_to_its_owner_or_is_broadcast() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(105, 0);
-    let mut broadcast_limits =
-        [BroadcastRates::uniform(PacketRate { per_second: 1, burst: 1 }); intf::LIMITED_KIND_COUNT as usize];
+    let mut broadcast_limits = [BroadcastRates::with_equal_rates(PacketRate { per_second: 1, burst_packets: 1 });
+        intf::LIMITED_KIND_COUNT as usize];
     broadcast_limits[intf::LIMITED_OWNER_LOST as usize] =
-        BroadcastRates::uniform(PacketRate { per_second: 1, burst: 40 });
+        BroadcastRates::with_equal_rates(PacketRate { per_second: 1, burst_packets: 40 });
     let options = Options { broadcast_limits, ..Options::default() };
-    let mut balancer = Balancer::with_limits(&[(service(VIP), STATEFUL)], options, &mut rng);
-    balancer.lb.set_owner_number(Some(own_number()));
-    let (alive, lost, never) = (owner(9), owner(0), owner(15));
-    let mac = MacAddress([2, 0, 0, 0, 9, 9]);
-    balancer.lb.set_owner_mac(alive, Some(mac));
+    let mut balancer = Balancer::without_model(&[(service_address(VIP), STATEFUL_MODE)], options, &mut rng);
+    balancer.lb.set_owner_number(Some(own_owner_number()));
+    let (alive, lost, never) = (owner_number(9), owner_number(0), owner_number(15));
+    let owner_mac = MacAddress([2, 0, 0, 0, 9, 9]);
+    balancer.lb.set_owner_mac(alive, Some(owner_mac));
     balancer.lb.set_owner_mac(lost, None);
-    let frame = |balancer: &Balancer, of, rng: &mut _| established(balancer, client(rng), encode_cookie_index(of, 77));
+    let frame_with_owner = |balancer: &Balancer, of, rng: &mut _| {
+        established_frame(balancer, random_client(rng), encode_cookie_index(of, 77))
+    };
     for flags in [ACK, ACK | FIN] {
         for _ in 0..50 {
-            let number = encode_cookie_index(alive, uniform_below(&mut rng, 1024));
-            let frame = packet(&balancer.keys, client(&mut rng), number, flags).frame();
-            balancer.expect_to(&frame, mac, "to_owner");
+            let cookie_index = encode_cookie_index(alive, uniform_below(&mut rng, 1024));
+            let frame = established_packet(&balancer.fleet_keys, random_client(&mut rng), cookie_index, flags).frame();
+            balancer.expect_sent_to_mac(&frame, owner_mac, "to_owner");
         }
     }
     // A packet that another load balancer has sent is broadcast, because a packet goes to an owner once only.
-    let mut passed_on = frame(&balancer, alive, &mut rng);
-    passed_on[6..12].copy_from_slice(&mac.0);
-    balancer.expect_to(&passed_on, MacAddress::BROADCAST, "broadcast_owner_lost");
+    let mut forwarded_frame = frame_with_owner(&balancer, alive, &mut rng);
+    forwarded_frame[6..12].copy_from_slice(&owner_mac.0);
+    balancer.expect_sent_to_mac(&forwarded_frame, MacAddress::BROADCAST, "broadcast_owner_lost");
 
     // The burst is 40 packets, of which one is used; one more packet is allowed per second.
-    let outcomes: Vec<i32> = (0..60).map(|_| balancer.run(&frame(&balancer, lost, &mut rng)).0).collect();
-    let sent = outcomes.iter().filter(|verdict| **verdict == XDP_TX).count();
-    assert!((39..=45).contains(&sent), "{sent} of 60 broadcast");
+    let verdicts: Vec<i32> = (0..60).map(|_| balancer.run(&frame_with_owner(&balancer, lost, &mut rng)).0).collect();
+    let broadcast_count = verdicts.iter().filter(|verdict| **verdict == XDP_TX).count();
+    assert!((39..=45).contains(&broadcast_count), "{broadcast_count} of 60 broadcast");
     // On a slow machine the bucket may have a new token: the first packets use it up.
-    let expect_dropped = |balancer: &Balancer, of, name: &str, rng: &mut _| {
-        let mut spend = (0..5).map(|_| balancer.run(&frame(balancer, of, rng)).0);
-        assert!(spend.any(|verdict| verdict == XDP_DROP), "{name}: five of five are broadcast");
-        balancer.expect(&frame(balancer, of, rng), XDP_DROP, 0, name);
+    let expect_dropped_above_rate = |balancer: &Balancer, of, name: &str, rng: &mut _| {
+        let mut spend_tokens = (0..5).map(|_| balancer.run(&frame_with_owner(balancer, of, rng)).0);
+        assert!(spend_tokens.any(|verdict| verdict == XDP_DROP), "{name}: five of five are broadcast");
+        balancer.expect_unforwarded(&frame_with_owner(balancer, of, rng), XDP_DROP, 0, name);
     };
-    expect_dropped(&balancer, lost, "drop_broadcast_rate_limited", &mut rng);
+    expect_dropped_above_rate(&balancer, lost, "drop_broadcast_rate_limited", &mut rng);
     // An owner number that was never in use has a burst of one packet.
-    balancer.expect_to(&frame(&balancer, never, &mut rng), MacAddress::BROADCAST, "broadcast");
-    expect_dropped(&balancer, never, "drop_unknown_cookie", &mut rng);
-    assert_eq!(balancer.events(0, "connection_unknown"), 0, "our own table was not asked");
-    balancer.lb.forget_owner(alive);
-    expect_dropped(&balancer, alive, "drop_unknown_cookie", &mut rng);
+    balancer.expect_sent_to_mac(&frame_with_owner(&balancer, never, &mut rng), MacAddress::BROADCAST, "broadcast");
+    expect_dropped_above_rate(&balancer, never, "drop_unknown_cookie", &mut rng);
+    assert_eq!(balancer.event_count(0, "connection_unknown"), 0, "our own table was not asked");
+    balancer.lb.remove_owner(alive);
+    expect_dropped_above_rate(&balancer, alive, "drop_unknown_cookie", &mut rng);
 }
 
 #[test]
 fn connections_without_an_owner_number_are_stateless() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(106, 0);
-    let (mut balancer, ids) = balancer(1024, &mut rng);
+    let (mut balancer, ids) = stateful_balancer(1024, &mut rng);
     balancer.lb.tick(Duration::from_secs(9));
-    assert_eq!(balancer.lb.owner_number(), Some(own_number()));
+    assert_eq!(balancer.lb.owner_number(), Some(own_owner_number()));
     balancer.lb.set_owner_number(None);
-    assert_eq!((balancer.lb.owner_number(), balancer.lb.clock()), (None, ClockTicks(90)));
+    assert_eq!((balancer.lb.owner_number(), balancer.lb.packet_clock()), (None, ClockTicks(90)));
     for _ in 0..20 {
-        let client = client(&mut rng);
-        let (server, number) = balancer.open(client);
+        let client = random_client(&mut rng);
+        let (server, number) = balancer.send_syn(client);
         assert_eq!(number, None);
         // A TSecr that only a load balancer may write is not accepted from a client.
-        let forged = syn_with_tsecr(client, encode_syn_tsecr(own_number(), 3)).frame();
-        let (_, forwarded) = balancer.run_expecting_counter(&forged, Some(0), "new_connection");
-        assert_eq!((tsecr_of(&forwarded), tcp_sum(&forwarded)), (0, 0xffff));
-        let tsecr = cookie::stamp_tsval(&balancer.keys, &support::TIME_KEY, &tuple(client), Cookie::Server(server), 5);
-        let frame = Tcp { options: aligned_timestamp(1, tsecr), ..Tcp::new(client, VIP) }.frame();
+        let forged_syn = syn_with_tsecr(client, encode_syn_tsecr(own_owner_number(), 3)).frame();
+        let (_, forwarded) = balancer.run_expecting_counter(&forged_syn, Some(0), "new_connection");
+        assert_eq!((tsecr_of(&forwarded), tcp_segment_sum(&forwarded)), (0, 0xffff));
+        let tsecr = cookie::stamp_tsval(
+            &balancer.fleet_keys,
+            &support::FOREIGN_TIME_KEY,
+            &tuple_to_vip(client),
+            Cookie::Server(server),
+            5,
+        );
+        let frame =
+            TcpPacket { tcp_options: aligned_timestamp_option(1, tsecr), ..TcpPacket::new(client, VIP) }.frame();
         balancer.expect_sent_to(0, &frame, server, "established");
     }
-    assert_eq!(balancer.lb.connections_in_use(), 0);
+    assert_eq!(balancer.lb.scan_used_entry_count(), 0);
     // A connection without timestamps gets no entry either.
-    balancer.lb.set_owner_number(Some(own_number()));
-    let plain = Tcp { flags: SYN, ..Tcp::new(client(&mut rng), VIP) }.frame();
-    balancer.run_expecting_counter(&plain, Some(0), "bucket_hash");
-    assert_eq!(balancer.lb.connections_in_use(), 0);
+    balancer.lb.set_owner_number(Some(own_owner_number()));
+    let plain_syn = TcpPacket { flags: SYN, ..TcpPacket::new(random_client(&mut rng), VIP) }.frame();
+    balancer.run_expecting_counter(&plain_syn, Some(0), "bucket_hash");
+    assert_eq!(balancer.lb.scan_used_entry_count(), 0);
     assert!(ids.len() > 1);
 }
 
@@ -308,120 +346,138 @@ fn connections_without_an_owner_number_are_stateless() {
 fn syn_flood_fills_the_table_and_keeps_established_connections() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(107, 0);
-    let (mut balancer, _) = balancer(2048, &mut rng);
-    let real: Vec<_> = (0..700).map(|_| balancer.open_with_entry(client(&mut rng))).collect();
-    real.iter().for_each(|opened| balancer.expect_by_index(opened));
-    let before: BTreeMap<_, _> =
-        real.iter().map(|opened| (opened.client, balancer.entry(opened.client).unwrap().identity)).collect();
+    let (mut balancer, _) = stateful_balancer(2048, &mut rng);
+    let genuine_connections: Vec<_> =
+        (0..700).map(|_| balancer.open_connection_with_entry(random_client(&mut rng))).collect();
+    genuine_connections.iter().for_each(|opened| balancer.expect_found_by_index(opened));
+    let entries_before: BTreeMap<_, _> = genuine_connections
+        .iter()
+        .map(|opened| (opened.client, balancer.connection_entry(opened.client).unwrap().identity))
+        .collect();
 
-    let mut refused = 0;
+    let mut refused_count = 0;
     for _ in 0..5000 {
-        let (verdict, forwarded) = balancer.run(&syn(client(&mut rng)));
+        let (verdict, forwarded) = balancer.run(&syn_frame(random_client(&mut rng)));
         assert_eq!(verdict, XDP_TX);
-        refused += u64::from(tsecr_of(&forwarded) == 0);
+        refused_count += u64::from(tsecr_of(&forwarded) == 0);
     }
-    assert_eq!(refused, 5000 - (2048 - 700));
-    assert_eq!(balancer.lb.connections_in_use(), 2048, "every partition is full");
-    assert_eq!(balancer.events(0, "connection_table_full"), refused);
-    for opened in &real {
-        assert_eq!(balancer.entry(opened.client).unwrap().identity, before[&opened.client]);
-        balancer.expect_by_index(opened);
+    assert_eq!(refused_count, 5000 - (2048 - 700));
+    assert_eq!(balancer.lb.scan_used_entry_count(), 2048, "every partition is full");
+    assert_eq!(balancer.event_count(0, "connection_table_full"), refused_count);
+    for opened in &genuine_connections {
+        assert_eq!(balancer.connection_entry(opened.client).unwrap().identity, entries_before[&opened.client]);
+        balancer.expect_found_by_index(opened);
     }
     // A genuine connection during the flood gets a stateless cookie, and works.
-    let late = client(&mut rng);
-    let (server, number) = balancer.open(late);
+    let late_client = random_client(&mut rng);
+    let (server, number) = balancer.send_syn(late_client);
     assert_eq!(number, None);
-    let tsecr = cookie::stamp_tsval(&balancer.keys, &support::TIME_KEY, &tuple(late), Cookie::Server(server), 5);
-    let frame = Tcp { options: aligned_timestamp(1, tsecr), ..Tcp::new(late, VIP) }.frame();
+    let tsecr = cookie::stamp_tsval(
+        &balancer.fleet_keys,
+        &support::FOREIGN_TIME_KEY,
+        &tuple_to_vip(late_client),
+        Cookie::Server(server),
+        5,
+    );
+    let frame =
+        TcpPacket { tcp_options: aligned_timestamp_option(1, tsecr), ..TcpPacket::new(late_client, VIP) }.frame();
     balancer.expect_sent_to(0, &frame, server, "established");
 
     // After ten seconds the flood's entries are due, without a query to an agent.
     balancer.lb.tick(Duration::from_millis(9_900));
-    assert_eq!(balancer.lb.due_connections(&Timeouts::default(), 2048), []);
+    assert_eq!(balancer.lb.scan_expired_connections(&ConnectionTimeouts::default(), 2048), []);
     balancer.lb.tick(Duration::from_secs(10));
-    let mut freed = 0;
+    let mut freed_count = 0;
     for _ in 0..2 {
-        let due = balancer.lb.due_connections(&Timeouts::default(), 1024);
-        assert!(due.iter().all(|(connection, due)| *due == ExpiryReason::HalfOpen && connection.packets == 1));
-        let connections: Vec<_> = due.into_iter().map(|(connection, _)| connection).collect();
-        freed += balancer.lb.free_connections(&connections).unwrap();
+        let due_connections = balancer.lb.scan_expired_connections(&ConnectionTimeouts::default(), 1024);
+        assert!(
+            due_connections
+                .iter()
+                .all(|(connection, due)| *due == ExpiryReason::HalfOpen && connection.packet_count == 1)
+        );
+        let connections_to_free: Vec<_> = due_connections.into_iter().map(|(connection, _)| connection).collect();
+        freed_count += balancer.lb.free_connections(&connections_to_free).unwrap();
     }
-    assert_eq!((freed, balancer.lb.connections_in_use()), (2048 - 700, 700));
-    real.iter().for_each(|opened| balancer.expect_by_index(opened));
-    balancer.open_with_entry(client(&mut rng));
+    assert_eq!((freed_count, balancer.lb.scan_used_entry_count()), (2048 - 700, 700));
+    genuine_connections.iter().for_each(|opened| balancer.expect_found_by_index(opened));
+    balancer.open_connection_with_entry(random_client(&mut rng));
 }
 
 #[test]
 fn entry_is_freed_once_and_only_if_unchanged() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(108, 0);
-    let (mut balancer, _) = balancer(1024, &mut rng);
-    let opened: Vec<_> = (0..1024).map(|_| balancer.open_with_entry(client(&mut rng))).collect();
-    let (first, second) = (opened[0], opened[1]);
-    let seen = [first, second].map(|opened| balancer.entry(opened.client).unwrap());
+    let (mut balancer, _) = stateful_balancer(1024, &mut rng);
+    let opened_connections: Vec<_> =
+        (0..1024).map(|_| balancer.open_connection_with_entry(random_client(&mut rng))).collect();
+    let (first, second) = (opened_connections[0], opened_connections[1]);
+    let entries_before = [first, second].map(|opened| balancer.connection_entry(opened.client).unwrap());
     // The second connection has a packet after its entry was read.
-    balancer.expect_by_index(&second);
-    assert_eq!(balancer.lb.free_connections(&[seen[0], seen[1], seen[0]]).unwrap(), 1);
-    assert_eq!(balancer.lb.free_connections(&seen).unwrap(), 0);
-    balancer.expect_by_index(&second);
-    let frame = established(&balancer, first.client, first.number);
-    balancer.expect_broadcast_or(0, &frame, Identification::Unchanged, "drop_unknown_cookie");
-    assert_eq!(balancer.events(0, "connection_unknown"), 1);
+    balancer.expect_found_by_index(&second);
+    assert_eq!(balancer.lb.free_connections(&[entries_before[0], entries_before[1], entries_before[0]]).unwrap(), 1);
+    assert_eq!(balancer.lb.free_connections(&entries_before).unwrap(), 0);
+    balancer.expect_found_by_index(&second);
+    let frame = established_frame(&balancer, first.client, first.cookie_index);
+    balancer.expect_broadcast_or_dropped(0, &frame, ExpectedIdentification::Unchanged, "drop_unknown_cookie");
+    assert_eq!(balancer.event_count(0, "connection_unknown"), 1);
 
     // The next connection gets the only free slot, with the next generation.
-    let next = balancer.open_with_entry(client(&mut rng));
-    let entry = balancer.entry(next.client).unwrap();
-    assert_eq!((entry.index, entry.identity.generation), (seen[0].index, seen[0].identity.generation + 1));
-    balancer.expect_broadcast_or(0, &frame, Identification::Unchanged, "drop_unknown_cookie");
-    balancer.expect_by_index(&next);
-    assert_eq!(balancer.lb.free_connections(&seen).unwrap(), 0);
-    assert_eq!(balancer.entry(next.client).unwrap().packets, 2);
+    let next_connection = balancer.open_connection_with_entry(random_client(&mut rng));
+    let entry = balancer.connection_entry(next_connection.client).unwrap();
+    assert_eq!(
+        (entry.index, entry.identity.generation),
+        (entries_before[0].index, entries_before[0].identity.generation + 1)
+    );
+    balancer.expect_broadcast_or_dropped(0, &frame, ExpectedIdentification::Unchanged, "drop_unknown_cookie");
+    balancer.expect_found_by_index(&next_connection);
+    assert_eq!(balancer.lb.free_connections(&entries_before).unwrap(), 0);
+    assert_eq!(balancer.connection_entry(next_connection.client).unwrap().packet_count, 2);
 }
 
 #[test]
-fn entries_are_due_by_their_timers_or_when_their_server_is_gone() {
+fn entries_expire_by_their_timers_or_when_their_server_is_removed() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(109, 0);
-    let (mut balancer, _) = balancer(4096, &mut rng);
+    let (mut balancer, _) = stateful_balancer(4096, &mut rng);
     balancer.lb.tick(Duration::ZERO);
-    let [half_open, closing, idle] = [(); 3].map(|()| balancer.open_with_entry(client(&mut rng)));
-    balancer.expect_by_index(&idle);
-    let fin = packet(&balancer.keys, closing.client, closing.number, ACK | FIN).frame();
-    balancer.expect_sent_to(0, &fin, closing.server, "connection_table");
-    let due = |balancer: &mut Balancer, seconds| -> BTreeMap<_, ExpiryReason> {
+    let [half_open, closing, idle] = [(); 3].map(|()| balancer.open_connection_with_entry(random_client(&mut rng)));
+    balancer.expect_found_by_index(&idle);
+    let fin_frame = established_packet(&balancer.fleet_keys, closing.client, closing.cookie_index, ACK | FIN).frame();
+    balancer.expect_sent_to(0, &fin_frame, closing.server, "connection_table");
+    let due_after = |balancer: &mut Balancer, seconds| -> BTreeMap<_, ExpiryReason> {
         balancer.lb.tick(Duration::from_secs(seconds));
-        let due = balancer.lb.due_connections(&Timeouts::default(), 4096);
-        due.iter().map(|(connection, due)| (ipv4_client(connection), *due)).collect()
+        let due_connections = balancer.lb.scan_expired_connections(&ConnectionTimeouts::default(), 4096);
+        due_connections.iter().map(|(connection, due)| (ipv4_client(connection), *due)).collect()
     };
-    let set = |connections: &[_]| connections.iter().copied().collect::<BTreeMap<_, ExpiryReason>>();
+    let expected_set = |connections: &[_]| connections.iter().copied().collect::<BTreeMap<_, ExpiryReason>>();
     let (half_open, closing, idle_due) = (
         (half_open.client, ExpiryReason::HalfOpen),
         (closing.client, ExpiryReason::Closing),
         (idle.client, ExpiryReason::Idle),
     );
-    assert_eq!(due(&mut balancer, 9), set(&[]));
-    assert_eq!(due(&mut balancer, 10), set(&[half_open]));
-    assert_eq!(due(&mut balancer, 60), set(&[half_open, closing]));
-    assert_eq!(due(&mut balancer, 300), set(&[half_open, closing, idle_due]));
-    balancer.expect_by_index(&idle);
-    assert_eq!(due(&mut balancer, 300), set(&[half_open, closing]));
-    balancer.lb.remove_server(balancer.services[0], idle.server);
-    assert_eq!(due(&mut balancer, 300)[&idle.client], ExpiryReason::ServerGone);
+    assert_eq!(due_after(&mut balancer, 9), expected_set(&[]));
+    assert_eq!(due_after(&mut balancer, 10), expected_set(&[half_open]));
+    assert_eq!(due_after(&mut balancer, 60), expected_set(&[half_open, closing]));
+    assert_eq!(due_after(&mut balancer, 300), expected_set(&[half_open, closing, idle_due]));
+    balancer.expect_found_by_index(&idle);
+    assert_eq!(due_after(&mut balancer, 300), expected_set(&[half_open, closing]));
+    balancer.lb.remove_server(balancer.service_indexes[0], idle.server);
+    assert_eq!(due_after(&mut balancer, 300)[&idle.client], ExpiryReason::ServerGone);
 }
 
 #[test]
 fn removed_service_leaves_no_entries() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(110, 0);
-    for after in [vec![], vec![(service(VIP), ServiceMode::default())]] {
-        let (mut balancer, _) = balancer(1024, &mut rng);
+    for after in [vec![], vec![(service_address(VIP), ServiceMode::default())]] {
+        let (mut balancer, _) = stateful_balancer(1024, &mut rng);
         for _ in 0..100 {
-            balancer.open_with_entry(client(&mut rng));
+            balancer.open_connection_with_entry(random_client(&mut rng));
         }
-        assert_eq!(balancer.lb.connections_in_use(), 100);
-        balancer.lb.set_services(&[(service(VIP), STATEFUL)]).unwrap();
-        assert_eq!(balancer.lb.connections_in_use(), 100);
+        assert_eq!(balancer.lb.scan_used_entry_count(), 100);
+        balancer.lb.set_services(&[(service_address(VIP), STATEFUL_MODE)]).unwrap();
+        assert_eq!(balancer.lb.scan_used_entry_count(), 100);
         balancer.lb.set_services(&after).unwrap();
-        assert_eq!(balancer.lb.connections_in_use(), 0);
+        assert_eq!(balancer.lb.scan_used_entry_count(), 0);
     }
 }

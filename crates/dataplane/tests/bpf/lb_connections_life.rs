@@ -19,18 +19,19 @@ use coreward_model::rss::{seeded_rng, uniform_below};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 use rand::Rng;
 
-use crate::support::balancer::{Balancer, Identification, OWN_MAC, XDP_TX, id, service};
+use crate::support::balancer::{Balancer, ExpectedIdentification, OWN_MAC, XDP_TX, id, service_address};
 use crate::support::network::{PinDirectory, VethPair};
 use crate::support::stateful::{
-    STATEFUL, VIP, balancer, client, established, ipv4_client, number_of, own_number, owner, syn,
+    STATEFUL_MODE, VIP, cookie_index_of, established_frame, ipv4_client, own_owner_number, owner_number, random_client,
+    stateful_balancer, syn_frame,
 };
-use crate::support::{self, SYN, Tcp, missing_bpf_rights, skip_if, timestamp};
+use crate::support::{self, SYN, TcpPacket, missing_bpf_rights, skip_if, timestamp_option};
 
 const ENTRY_COUNT: u64 = 4096;
 const THREAD_COUNT: u32 = 4;
 
 /// Returns the client of connection `number` of a thread. Each connection has another client.
-fn client_of(thread: u32, number: u32) -> (Ipv4Addr, u16) {
+fn client_of_thread(thread: u32, number: u32) -> (Ipv4Addr, u16) {
     (Ipv4Addr::from(0x0a00_0000 | thread << 20 | number >> 8), 1024 + (number & 0xff) as u16)
 }
 
@@ -38,100 +39,113 @@ fn client_of(thread: u32, number: u32) -> (Ipv4Addr, u16) {
 fn concurrent_cpus_and_user_space_neither_lose_nor_duplicate_slots() {
     skip_if!(missing_bpf_rights());
     // Each thread sends at least this number of SYNs, and continues until enough slots were reused.
-    const PER_THREAD: u32 = 20_000;
+    const MIN_SYNS_PER_THREAD: u32 = 20_000;
     const MIN_OPERATIONS: u64 = 2 * ENTRY_COUNT;
     const TIME_LIMIT: Duration = Duration::from_secs(120);
     let mut rng = seeded_rng(120, 0);
-    let (mut balancer, _) = balancer(ENTRY_COUNT, &mut rng);
-    balancer.lb.end_comparison();
+    let (mut balancer, _) = stateful_balancer(ENTRY_COUNT, &mut rng);
+    balancer.lb.drop_model();
     let program = balancer.lb.program().try_clone_to_owned().unwrap();
-    let done = AtomicBool::new(false);
+    let is_done = AtomicBool::new(false);
     let (sent, with_entry, started) = (AtomicU64::new(0), AtomicU64::new(0), Instant::now());
-    let go_on = |number: u32| {
-        number < PER_THREAD || (with_entry.load(Ordering::Relaxed) <= MIN_OPERATIONS && started.elapsed() < TIME_LIMIT)
+    let continues = |number: u32| {
+        number < MIN_SYNS_PER_THREAD
+            || (with_entry.load(Ordering::Relaxed) <= MIN_OPERATIONS && started.elapsed() < TIME_LIMIT)
     };
-    let mut freed: BTreeMap<(Ipv4Addr, u16), u32> = BTreeMap::new();
-    let taken: BTreeSet<(Ipv4Addr, u16)> = std::thread::scope(|scope| {
-        let senders: Vec<_> = (0..THREAD_COUNT)
+    let mut freed_counts_by_client: BTreeMap<(Ipv4Addr, u16), u32> = BTreeMap::new();
+    let clients_with_entry: BTreeSet<(Ipv4Addr, u16)> = std::thread::scope(|scope| {
+        let sender_threads: Vec<_> = (0..THREAD_COUNT)
             .map(|thread| {
-                let (program, go_on, sent, with_entry) = (program.as_fd(), &go_on, &sent, &with_entry);
+                let (program, go_on, sent, with_entry) = (program.as_fd(), &continues, &sent, &with_entry);
                 scope.spawn(move || {
-                    let clients = (0..).take_while(|number| go_on(*number)).map(|number| client_of(thread, number));
-                    let taken = clients.filter(|client| {
-                        let outcome = test_run::run(program, &syn(*client), 1).unwrap();
+                    let clients =
+                        (0..).take_while(|number| go_on(*number)).map(|number| client_of_thread(thread, number));
+                    let clients_with_entry = clients.filter(|client| {
+                        let outcome = test_run::run(program, &syn_frame(*client), 1).unwrap();
                         assert_eq!(outcome.verdict, XDP_TX);
-                        let has_entry = number_of(&outcome.packet).is_some();
+                        let has_entry = cookie_index_of(&outcome.packet).is_some();
                         sent.fetch_add(1, Ordering::Relaxed);
                         with_entry.fetch_add(u64::from(has_entry), Ordering::Relaxed);
                         has_entry
                     });
-                    taken.collect::<Vec<_>>()
+                    clients_with_entry.collect::<Vec<_>>()
                 })
             })
             .collect();
-        let waiter = scope.spawn(|| {
-            let taken = senders.into_iter().flat_map(|sender| sender.join().unwrap()).collect();
-            done.store(true, Ordering::Relaxed);
-            taken
+        let freeing_thread = scope.spawn(|| {
+            let clients_with_entry = sender_threads.into_iter().flat_map(|sender| sender.join().unwrap()).collect();
+            is_done.store(true, Ordering::Relaxed);
+            clients_with_entry
         });
-        while !done.load(Ordering::Relaxed) {
+        while !is_done.load(Ordering::Relaxed) {
             // About a third of all entries is freed, each entry twice.
-            let index = balancer.services[0];
-            let some: Vec<Connection> =
-                balancer.lb.connections(index).filter(|_| uniform_below(&mut rng, 3) == 0).collect();
-            let before = balancer.lb.connections_in_use();
-            let twice: Vec<Connection> = some.iter().chain(&some).copied().collect();
+            let service_index = balancer.service_indexes[0];
+            let some_connections: Vec<Connection> =
+                balancer.lb.connections(service_index).filter(|_| uniform_below(&mut rng, 3) == 0).collect();
+            let used_before = balancer.lb.scan_used_entry_count();
+            let duplicated_connections: Vec<Connection> =
+                some_connections.iter().chain(&some_connections).copied().collect();
             // The entries are unchanged, because their clients send only one SYN.
-            assert_eq!(balancer.lb.free_connections(&twice).unwrap(), some.len());
-            assert!(before <= ENTRY_COUNT as usize);
-            for connection in some {
-                *freed.entry(ipv4_client(&connection)).or_default() += 1;
+            assert_eq!(balancer.lb.free_connections(&duplicated_connections).unwrap(), some_connections.len());
+            assert!(used_before <= ENTRY_COUNT as usize);
+            for connection in some_connections {
+                *freed_counts_by_client.entry(ipv4_client(&connection)).or_default() += 1;
             }
         }
-        waiter.join().unwrap()
+        freeing_thread.join().unwrap()
     });
     // Every connection that got an entry still has the entry, or it was freed once: none was overwritten.
-    let left: BTreeSet<_> =
-        balancer.lb.connections(balancer.services[0]).map(|connection| ipv4_client(&connection)).collect();
-    assert!(freed.values().all(|times| *times == 1), "an entry was freed twice");
-    let gone: BTreeSet<_> = freed.keys().copied().collect();
-    assert!(left.is_disjoint(&gone));
-    assert_eq!(left.union(&gone).copied().collect::<BTreeSet<_>>(), taken);
-    assert_eq!(balancer.lb.connections_in_use(), left.len());
-    let sent = sent.into_inner();
-    assert!(taken.len() as u64 > MIN_OPERATIONS, "{} of {sent} got an entry", taken.len());
-    let contended = balancer.events(0, "connection_contended");
-    let full = balancer.events(0, "connection_table_full");
+    let remaining_clients: BTreeSet<_> =
+        balancer.lb.connections(balancer.service_indexes[0]).map(|connection| ipv4_client(&connection)).collect();
+    assert!(freed_counts_by_client.values().all(|times| *times == 1), "an entry was freed twice");
+    let freed_clients: BTreeSet<_> = freed_counts_by_client.keys().copied().collect();
+    assert!(remaining_clients.is_disjoint(&freed_clients));
+    assert_eq!(remaining_clients.union(&freed_clients).copied().collect::<BTreeSet<_>>(), clients_with_entry);
+    assert_eq!(balancer.lb.scan_used_entry_count(), remaining_clients.len());
+    let sent_count = sent.into_inner();
+    assert!(
+        clients_with_entry.len() as u64 > MIN_OPERATIONS,
+        "{} of {sent_count} got an entry",
+        clients_with_entry.len()
+    );
+    let contended_count = balancer.event_count(0, "connection_contended");
+    let full_count = balancer.event_count(0, "connection_table_full");
     // The threads share a row of counters, so increments may be lost.
-    assert!(contended + full <= sent - taken.len() as u64);
+    assert!(contended_count + full_count <= sent_count - clients_with_entry.len() as u64);
 
     // No slot was lost: the table can be filled completely.
-    let mut more = BTreeSet::new();
+    let mut further_clients = BTreeSet::new();
     for number in 0..20_000 {
-        let client = client_of(THREAD_COUNT, number);
-        if balancer.open(client).1.is_some() {
-            more.insert(client);
+        let client = client_of_thread(THREAD_COUNT, number);
+        if balancer.send_syn(client).1.is_some() {
+            further_clients.insert(client);
         }
     }
-    assert_eq!((left.len() + more.len()) as u64, ENTRY_COUNT);
-    assert_eq!(balancer.lb.connections_in_use() as u64, ENTRY_COUNT);
+    assert_eq!((remaining_clients.len() + further_clients.len()) as u64, ENTRY_COUNT);
+    assert_eq!(balancer.lb.scan_used_entry_count() as u64, ENTRY_COUNT);
 }
 
-fn options(pins: &PinDirectory, entries: u64) -> Options {
+fn pinned_options(pins: &PinDirectory, entries: u64) -> Options {
     let connection_table_size = TableSize::try_from(entries).unwrap();
     Options { pin_directory: Some(pins.path()), connection_table_size, ..Options::default() }
 }
 
 fn syn_to_own_mac(client: (Ipv4Addr, u16)) -> Vec<u8> {
-    Tcp { flags: SYN, options: timestamp(77, 0), destination_mac: OWN_MAC.0, ..Tcp::new(client, VIP) }.frame()
+    TcpPacket {
+        flags: SYN,
+        tcp_options: timestamp_option(77, 0),
+        destination_mac: OWN_MAC.0,
+        ..TcpPacket::new(client, VIP)
+    }
+    .frame()
 }
 
 /// Opens a connection at a load balancer. Returns the index for its cookies; `None`: it got no table entry.
-fn open(lb: &mut LoadBalancer, client: (Ipv4Addr, u16)) -> Option<u16> {
+fn open_connection(lb: &mut LoadBalancer, client: (Ipv4Addr, u16)) -> Option<u16> {
     lb.set_own_mac(OWN_MAC);
     let outcome = test_run::run(lb.program(), &syn_to_own_mac(client), 1).unwrap();
     assert_eq!(outcome.verdict, XDP_TX);
-    number_of(&outcome.packet)
+    cookie_index_of(&outcome.packet)
 }
 
 #[test]
@@ -139,133 +153,149 @@ fn next_process_recovers_slots_and_resizes_an_empty_table() {
     skip_if!(missing_bpf_rights());
     let (pair, pins) = (VethPair::new(), PinDirectory::new());
     let mut rng = seeded_rng(121, 0);
-    let start = |entries| -> anyhow::Result<LoadBalancer> {
-        let mut lb = LoadBalancer::load(options(&pins, entries))?;
+    let start_process = |entries| -> anyhow::Result<LoadBalancer> {
+        let mut lb = LoadBalancer::load(pinned_options(&pins, entries))?;
         pair.server.run_inside(|| lb.attach("eth0", XdpMode::Auto))?;
         Ok(lb)
     };
-    let mut lb = start(2048).unwrap();
-    let index = lb.set_services(&[(service(VIP), STATEFUL)]).unwrap()[0];
-    let servers = [id(7), id(8)];
-    for server in servers {
-        lb.set_server(index, server, Server { mac: Some(MacAddress([2, 0, 0, 0, 0, 9])), is_eligible: true });
+    let mut lb = start_process(2048).unwrap();
+    let service_index = lb.set_services(&[(service_address(VIP), STATEFUL_MODE)]).unwrap()[0];
+    let server_ids = [id(7), id(8)];
+    for server in server_ids {
+        lb.set_server(service_index, server, Server { mac: Some(MacAddress([2, 0, 0, 0, 0, 9])), is_eligible: true });
     }
-    let table = support::balancer::random_table(PlacementRule::Table, 1, 1, &servers, &mut rng);
-    lb.install_table(index, &table).unwrap();
-    lb.set_owner_number(Some(own_number()));
+    let table = support::balancer::random_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng);
+    lb.install_table(service_index, &table).unwrap();
+    lb.set_owner_number(Some(own_owner_number()));
     lb.tick(Duration::from_secs(60));
-    let key = lb.connection_key();
-    let clients: Vec<_> = (0..100).map(|_| client(&mut rng)).collect();
-    clients.iter().for_each(|client| assert!(open(&mut lb, *client).is_some()));
-    let before: Vec<Connection> = lb.connections(index).collect();
-    assert_eq!(before.len(), 100);
-    let size = lb.connection_table_size();
+    let hash_key = lb.connection_hash_key();
+    let clients: Vec<_> = (0..100).map(|_| random_client(&mut rng)).collect();
+    clients.iter().for_each(|client| assert!(open_connection(&mut lb, *client).is_some()));
+    let connections_before: Vec<Connection> = lb.connections(service_index).collect();
+    assert_eq!(connections_before.len(), 100);
+    let table_size = lb.connection_table_size();
     drop(lb);
 
     // Clear entries without freeing their slots, as a process does that dies between both steps.
-    let entries = MapHandle::from_pinned_path(pins.path().join("lb/connections")).unwrap();
-    for connection in &before[..10] {
-        let zeros = vec![0; size_of::<intf::connection>()];
-        let position = connection.index.position(size);
-        entries.update(&position.to_ne_bytes(), &zeros, MapFlags::ANY).unwrap();
+    let connections_map = MapHandle::from_pinned_path(pins.path().join("lb/connections")).unwrap();
+    for connection in &connections_before[..10] {
+        let zeroed_entry = vec![0; size_of::<intf::connection>()];
+        let entry_position = connection.index.position(table_size);
+        connections_map.update(&entry_position.to_ne_bytes(), &zeroed_entry, MapFlags::ANY).unwrap();
     }
-    let mut lb = start(2048).unwrap();
+    let mut lb = start_process(2048).unwrap();
     assert!(lb.is_taken_over());
     assert_eq!(
-        (lb.owner_number(), lb.clock(), lb.connection_key() == key),
-        (Some(own_number()), ClockTicks(600), true)
+        (lb.owner_number(), lb.packet_clock(), lb.connection_hash_key() == hash_key),
+        (Some(own_owner_number()), ClockTicks(600), true)
     );
-    assert_eq!(lb.connections(index).collect::<Vec<_>>(), before[10..]);
+    assert_eq!(lb.connections(service_index).collect::<Vec<_>>(), connections_before[10..]);
     // A reader of the pins gets the same connections.
-    let pinned = PinnedConnections::open(&pins.path()).unwrap();
-    assert_eq!(pinned.connections(service(VIP)).collect::<Vec<_>>(), before[10..]);
-    assert_eq!(pinned.connections(service((VIP.0, 81))).next(), None);
-    assert_eq!((pinned.clock(), pinned.size().entry_count()), (ClockTicks(600), 2048));
-    let more = (0..20_000).filter(|number| open(&mut lb, client_of(1, *number)).is_some()).count();
-    assert_eq!(more, 2048 - 90, "every slot is free or in use");
+    let pinned_connections = PinnedConnections::open(&pins.path()).unwrap();
+    assert_eq!(pinned_connections.connections(service_address(VIP)).collect::<Vec<_>>(), connections_before[10..]);
+    assert_eq!(pinned_connections.connections(service_address((VIP.0, 81))).next(), None);
+    assert_eq!((pinned_connections.packet_clock(), pinned_connections.size().entry_count()), (ClockTicks(600), 2048));
+    let first_opened_count =
+        (0..20_000).filter(|number| open_connection(&mut lb, client_of_thread(1, *number)).is_some()).count();
+    assert_eq!(first_opened_count, 2048 - 90, "every slot is free or in use");
     drop(lb);
 
     // Another size is rejected while the table is in use. An empty table is replaced, also in the attached program.
-    let refused = format!("{:#}", start(4096).unwrap_err());
+    let resize_error = format!("{:#}", start_process(4096).unwrap_err());
     let expected = "has 2048 entries, not 4096, and 2048 of them are in use: give it the old size";
-    assert!(refused.contains(expected), "{refused}");
-    let mut lb = start(2048).unwrap();
-    let all: Vec<_> = lb.connections(index).collect();
-    assert_eq!(lb.free_connections(&all).unwrap(), 2048);
+    assert!(resize_error.contains(expected), "{resize_error}");
+    let mut lb = start_process(2048).unwrap();
+    let connections_after: Vec<_> = lb.connections(service_index).collect();
+    assert_eq!(lb.free_connections(&connections_after).unwrap(), 2048);
     drop(lb);
     for entries in [8192, 1024] {
-        let mut lb = start(entries).unwrap();
+        let mut lb = start_process(entries).unwrap();
         assert!(lb.is_taken_over());
         assert_eq!(u64::from(lb.connection_table_size().entry_count()), entries);
-        let taken = (0..40_000).filter(|number| open(&mut lb, client_of(2, *number)).is_some()).count();
-        assert_eq!(taken as u64, entries);
-        let all: Vec<_> = lb.connections(index).collect();
-        assert_eq!(lb.free_connections(&all).unwrap() as u64, entries);
+        let opened_count =
+            (0..40_000).filter(|number| open_connection(&mut lb, client_of_thread(2, *number)).is_some()).count();
+        assert_eq!(opened_count as u64, entries);
+        let connections_after: Vec<_> = lb.connections(service_index).collect();
+        assert_eq!(lb.free_connections(&connections_after).unwrap() as u64, entries);
     }
-    start(1024).unwrap().detach().unwrap();
+    start_process(1024).unwrap().detach().unwrap();
 }
 
 /// Returns a balancer with the servers, cookie keys and MAC addresses of `before`, and an empty connection table.
-fn rebooted(before: &Balancer, ids: &[ServerId], rng: &mut impl Rng) -> Balancer {
+fn restart_with_empty_table(before: &Balancer, ids: &[ServerId], rng: &mut impl Rng) -> Balancer {
     let connection_key = Some(CookieKey { k0: rng.next_u64(), k1: rng.next_u64() });
-    let mut after = Balancer::with(
-        &[(service(VIP), STATEFUL)],
-        Options { connection_table_size: before.lb.connection_table_size(), connection_key, ..Options::default() },
+    let mut restarted_balancer = Balancer::with_model(
+        &[(service_address(VIP), STATEFUL_MODE)],
+        Options {
+            connection_table_size: before.lb.connection_table_size(),
+            connection_hash_key: connection_key,
+            ..Options::default()
+        },
         rng,
     );
-    after.lb.set_keys(&before.keys);
-    after.keys = before.keys;
+    restarted_balancer.lb.set_keys(&before.fleet_keys);
+    restarted_balancer.fleet_keys = before.fleet_keys;
     for server in ids {
-        let mac = before.macs[&(0, *server)];
-        after.lb.set_server(after.services[0], *server, Server { mac: Some(mac), is_eligible: true });
-        after.macs.insert((0, *server), mac);
+        let mac = before.server_macs[&(0, *server)];
+        restarted_balancer.lb.set_server(
+            restarted_balancer.service_indexes[0],
+            *server,
+            Server { mac: Some(mac), is_eligible: true },
+        );
+        restarted_balancer.server_macs.insert((0, *server), mac);
     }
     let table = support::balancer::random_table(PlacementRule::RoundRobin, 2, 1, ids, rng);
-    after.install(0, &table);
-    after
+    restarted_balancer.install_table(0, &table);
+    restarted_balancer
 }
 
 #[test]
 fn new_maps_have_a_new_connection_key() {
     skip_if!(missing_bpf_rights());
-    let key = || LoadBalancer::load(Options::default()).unwrap().connection_key();
-    assert_ne!(key(), key(), "entries of new connections could be taken for those from before a reboot");
+    let new_hash_key = || LoadBalancer::load(Options::default()).unwrap().connection_hash_key();
+    assert_ne!(
+        new_hash_key(),
+        new_hash_key(),
+        "entries of new connections could be taken for those from before a reboot"
+    );
 }
 
 #[test]
 fn connections_from_before_a_reboot_are_broadcast_and_reach_no_wrong_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(122, 0);
-    let (before, ids) = balancer(ENTRY_COUNT, &mut rng);
-    let old: Vec<_> = (0..3000).map(|_| before.open_with_entry(client(&mut rng))).collect();
+    let (before, ids) = stateful_balancer(ENTRY_COUNT, &mut rng);
+    let old_connections: Vec<_> =
+        (0..3000).map(|_| before.open_connection_with_entry(random_client(&mut rng))).collect();
     let expect_broadcast = |after: &Balancer, came_from: Option<MacAddress>| {
-        for opened in &old {
-            let mut frame = established(after, opened.client, opened.number);
+        for opened in &old_connections {
+            let mut frame = established_frame(after, opened.client, opened.cookie_index);
             if let Some(MacAddress(source)) = came_from {
                 frame[6..12].copy_from_slice(&source);
             }
-            after.expect_broadcast_or(0, &frame, Identification::Unchanged, "drop_unknown_cookie");
+            after.expect_broadcast_or_dropped(0, &frame, ExpectedIdentification::Unchanged, "drop_unknown_cookie");
         }
     };
-    let mut after = rebooted(&before, &ids, &mut rng);
+    let mut restarted_balancer = restart_with_empty_table(&before, &ids, &mut rng);
     // The controller has not sent the owner number yet.
-    expect_broadcast(&after, None);
-    assert_eq!(after.events(0, "connection_unknown"), 0);
+    expect_broadcast(&restarted_balancer, None);
+    assert_eq!(restarted_balancer.event_count(0, "connection_unknown"), 0);
     // The balancer has its former owner number, and every former index names an entry of another connection.
-    after.lb.set_owner_number(Some(own_number()));
-    while after.lb.connections_in_use() < ENTRY_COUNT as usize {
-        after.open(client(&mut rng));
+    restarted_balancer.lb.set_owner_number(Some(own_owner_number()));
+    while restarted_balancer.lb.scan_used_entry_count() < ENTRY_COUNT as usize {
+        restarted_balancer.send_syn(random_client(&mut rng));
     }
-    expect_broadcast(&after, None);
-    assert_eq!(after.events(0, "connection_unknown"), old.len() as u64);
+    expect_broadcast(&restarted_balancer, None);
+    assert_eq!(restarted_balancer.event_count(0, "connection_unknown"), old_connections.len() as u64);
 
     // A peer sends packets with such an index to the owner. The owner broadcasts the packets and does not return them.
-    let (mut peer, owner_mac, peer_mac) = (rebooted(&before, &ids, &mut rng), MacAddress([2, 0, 0, 0, 5, 5]), OWN_MAC);
-    peer.lb.set_owner_number(Some(owner(9)));
-    peer.lb.set_owner_mac(own_number(), Some(owner_mac));
-    for opened in &old {
-        peer.expect_to(&established(&peer, opened.client, opened.number), owner_mac, "to_owner");
+    let (mut peer, owner_mac, peer_mac) =
+        (restart_with_empty_table(&before, &ids, &mut rng), MacAddress([2, 0, 0, 0, 5, 5]), OWN_MAC);
+    peer.lb.set_owner_number(Some(owner_number(9)));
+    peer.lb.set_owner_mac(own_owner_number(), Some(owner_mac));
+    for opened in &old_connections {
+        peer.expect_sent_to_mac(&established_frame(&peer, opened.client, opened.cookie_index), owner_mac, "to_owner");
     }
-    after.lb.set_owner_mac(owner(9), Some(peer_mac));
-    expect_broadcast(&after, Some(peer_mac));
+    restarted_balancer.lb.set_owner_mac(owner_number(9), Some(peer_mac));
+    expect_broadcast(&restarted_balancer, Some(peer_mac));
 }

@@ -4,85 +4,90 @@ use std::net::Ipv4Addr;
 use std::time::{Duration, Instant};
 
 use coreward_dataplane::lb::Options;
-use coreward_model::connection_table::{ClockTicks, Connection, TableSize, Timeouts};
+use coreward_model::connection_table::{ClockTicks, Connection, ConnectionTimeouts, TableSize};
 use coreward_model::placement::PlacementRule;
 use coreward_model::rss::seeded_rng;
 use rand::Rng;
 
-use crate::support::balancer::{Balancer, Identification, random_table, service};
+use crate::support::balancer::{Balancer, ExpectedIdentification, random_table, service_address};
 use crate::support::stateful::{
-    Client, OpenConnection, STATEFUL, VIP, balancer, client, established, ipv4_client, own_number, packet,
+    ClientEndpoint, EstablishedConnection, STATEFUL_MODE, VIP, established_frame, established_packet, ipv4_client,
+    own_owner_number, random_client, stateful_balancer,
 };
 use crate::support::{ACK, FIN, missing_bpf_rights, skip_if};
 
 const ENTRY_COUNT: u64 = 2048;
 /// Number of new connections that together examine every entry of a partition, as each examines 4 entries.
-const PER_ROUND: usize = 1024 / 4;
+const CONNECTIONS_PER_ROUND: usize = 1024 / 4;
 
 /// Returns a balancer with a full connection table, and the connections, whose last packets were at `start`.
-fn full_table(start: Duration, rng: &mut impl Rng) -> (Balancer, Vec<OpenConnection>) {
-    let (mut balancer, _) = balancer(ENTRY_COUNT, rng);
+fn balancer_with_full_table(start: Duration, rng: &mut impl Rng) -> (Balancer, Vec<EstablishedConnection>) {
+    let (mut balancer, _) = stateful_balancer(ENTRY_COUNT, rng);
     balancer.lb.tick(start);
-    let opened = fill(&balancer, rng);
-    (balancer, opened)
+    let opened_connections = fill_table(&balancer, rng);
+    (balancer, opened_connections)
 }
 
 /// Opens connections until no entry is free. Returns those that got an entry.
-fn fill(balancer: &Balancer, rng: &mut impl Rng) -> Vec<OpenConnection> {
-    let mut opened = Vec::new();
-    while balancer.lb.connections_in_use() < ENTRY_COUNT as usize {
-        let client = client(rng);
-        let (server, number) = balancer.open(client);
-        opened.extend(number.map(|number| OpenConnection { client, server, number }));
+fn fill_table(balancer: &Balancer, rng: &mut impl Rng) -> Vec<EstablishedConnection> {
+    let mut opened_connections = Vec::new();
+    while balancer.lb.scan_used_entry_count() < ENTRY_COUNT as usize {
+        let client = random_client(rng);
+        let (server, number) = balancer.send_syn(client);
+        opened_connections.extend(number.map(|number| EstablishedConnection { client, server, cookie_index: number }));
     }
-    opened
+    opened_connections
 }
 
 /// Opens `count` connections. Returns those that got an entry.
-fn entries_of(balancer: &Balancer, count: usize, rng: &mut impl Rng) -> Vec<OpenConnection> {
-    let open = |client: Client| {
-        let (server, number) = balancer.open(client);
-        number.map(|number| OpenConnection { client, server, number })
+fn open_connections(balancer: &Balancer, count: usize, rng: &mut impl Rng) -> Vec<EstablishedConnection> {
+    let open_new_connection = |client: ClientEndpoint| {
+        let (server, number) = balancer.send_syn(client);
+        number.map(|number| EstablishedConnection { client, server, cookie_index: number })
     };
-    (0..count).filter_map(|_| open(client(rng))).collect()
+    (0..count).filter_map(|_| open_new_connection(random_client(rng))).collect()
 }
 
 #[test]
 fn new_connection_reuses_an_expired_entry_without_a_sweeper() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(141, 0);
-    let start = Duration::from_secs(1000);
-    let (mut balancer, before) = full_table(start, &mut rng);
-    let refused = balancer.events(0, "connection_table_full");
-    balancer.lb.tick(start + Duration::from_millis(9900));
-    assert_eq!(entries_of(&balancer, 100, &mut rng).len(), 0, "a SYN may be sent again until then");
-    balancer.lb.tick(start + Timeouts::default().half_open);
-    let new = entries_of(&balancer, 200, &mut rng);
-    assert_eq!(new.len(), 200);
+    let start_time = Duration::from_secs(1000);
+    let (mut balancer, before) = balancer_with_full_table(start_time, &mut rng);
+    let refused_count = balancer.event_count(0, "connection_table_full");
+    balancer.lb.tick(start_time + Duration::from_millis(9900));
+    assert_eq!(open_connections(&balancer, 100, &mut rng).len(), 0, "a SYN may be sent again until then");
+    balancer.lb.tick(start_time + ConnectionTimeouts::default().half_open);
+    let new_connections = open_connections(&balancer, 200, &mut rng);
+    assert_eq!(new_connections.len(), 200);
     assert_eq!(
-        (balancer.events(0, "connection_table_full"), balancer.events(0, "connection_reused")),
-        (refused + 100, 200)
+        (balancer.event_count(0, "connection_table_full"), balancer.event_count(0, "connection_reused")),
+        (refused_count + 100, 200)
     );
 
-    new.iter().for_each(|opened| balancer.expect_by_index(opened));
-    assert_eq!((balancer.lb.occupancy(), balancer.lb.connections_in_use()), (ENTRY_COUNT, ENTRY_COUNT as usize));
-    let lost: Vec<_> = before.iter().filter(|opened| balancer.entry(opened.client).is_none()).collect();
-    assert_eq!(lost.len(), 200);
-    let frame = established(&balancer, lost[0].client, lost[0].number);
-    balancer.expect_broadcast_or(0, &frame, Identification::Unchanged, "drop_unknown_cookie");
+    new_connections.iter().for_each(|opened| balancer.expect_found_by_index(opened));
+    assert_eq!(
+        (balancer.lb.used_entry_count(), balancer.lb.scan_used_entry_count()),
+        (ENTRY_COUNT, ENTRY_COUNT as usize)
+    );
+    let lost_connections: Vec<_> =
+        before.iter().filter(|opened| balancer.connection_entry(opened.client).is_none()).collect();
+    assert_eq!(lost_connections.len(), 200);
+    let frame = established_frame(&balancer, lost_connections[0].client, lost_connections[0].cookie_index);
+    balancer.expect_broadcast_or_dropped(0, &frame, ExpectedIdentification::Unchanged, "drop_unknown_cookie");
 }
 
 #[test]
 fn open_connections_lose_entries_only_without_a_sweeper() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(142, 0);
-    let (start, timers) = (Duration::from_secs(1000), Timeouts::default());
-    let (mut balancer, opened) = full_table(start, &mut rng);
+    let (start, timers) = (Duration::from_secs(1000), ConnectionTimeouts::default());
+    let (mut balancer, opened) = balancer_with_full_table(start, &mut rng);
     let (closing, open) = opened.split_at(opened.len() / 2);
-    open.iter().for_each(|opened| balancer.expect_by_index(opened));
+    open.iter().for_each(|opened| balancer.expect_found_by_index(opened));
     for opened in closing {
-        let fin = packet(&balancer.keys, opened.client, opened.number, ACK | FIN).frame();
-        balancer.expect_sent_to(0, &fin, opened.server, "connection_table");
+        let fin_frame = established_packet(&balancer.fleet_keys, opened.client, opened.cookie_index, ACK | FIN).frame();
+        balancer.expect_sent_to(0, &fin_frame, opened.server, "connection_table");
     }
     // Time since the last packet, whether user space has just swept, number of entries that may be reused.
     let cases = [
@@ -97,39 +102,42 @@ fn open_connections_lose_entries_only_without_a_sweeper() {
     for (idle, sweeps, expected) in cases {
         balancer.lb.tick(start + idle);
         if sweeps {
-            balancer.lb.due_connections(&timers, 0);
+            balancer.lb.scan_expired_connections(&timers, 0);
         }
-        let reused = entries_of(&balancer, 8 * PER_ROUND, &mut rng);
-        assert_eq!(reused.len(), expected, "after {idle:?}");
+        let reusing_connections = open_connections(&balancer, 8 * CONNECTIONS_PER_ROUND, &mut rng);
+        assert_eq!(reusing_connections.len(), expected, "after {idle:?}");
         // A packet establishes the new connections, so that they are idle for less time than the others.
-        reused.iter().for_each(|opened| balancer.expect_by_index(opened));
+        reusing_connections.iter().for_each(|opened| balancer.expect_found_by_index(opened));
     }
 }
 
 #[test]
-fn reuse_counts_the_entry_for_its_new_source() {
+fn reused_entry_counts_for_its_new_source() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(143, 0);
-    let start = Duration::from_secs(1000);
-    let (mut balancer, _) = balancer(ENTRY_COUNT, &mut rng);
-    balancer.lb.tick(start);
-    let flood = |number: u32| (Ipv4Addr::from(0xc000_0200 + number % 256), (number / 256) as u16);
+    let start_time = Duration::from_secs(1000);
+    let (mut balancer, _) = stateful_balancer(ENTRY_COUNT, &mut rng);
+    balancer.lb.tick(start_time);
+    let flood_client = |number: u32| (Ipv4Addr::from(0xc000_0200 + number % 256), (number / 256) as u16);
     for number in 0..20_000 {
-        balancer.open(flood(number));
+        balancer.send_syn(flood_client(number));
     }
-    assert_eq!(balancer.lb.connections_in_use(), ENTRY_COUNT as usize, "one prefix holds all: no limit is set yet");
-    balancer.lb.guard_connection_table();
-    balancer.lb.tick(start + Timeouts::default().half_open);
-    assert_eq!(balancer.open(flood(20_000)).1, None);
-    assert_eq!(balancer.events(0, "connection_source_limited"), 1, "a full table gives each prefix one entry");
-    let is_flood = |connection: &Connection| ipv4_client(connection).0.octets()[..3] == [192, 0, 2];
-    while balancer.lb.connections(balancer.services[0]).any(|held| is_flood(&held)) {
-        balancer.open(client(&mut rng));
+    assert_eq!(balancer.lb.scan_used_entry_count(), ENTRY_COUNT as usize, "one prefix holds all: no limit is set yet");
+    balancer.lb.update_source_prefix_limit();
+    balancer.lb.tick(start_time + ConnectionTimeouts::default().half_open);
+    assert_eq!(balancer.send_syn(flood_client(20_000)).1, None);
+    assert_eq!(balancer.event_count(0, "connection_source_limited"), 1, "a full table gives each prefix one entry");
+    let is_from_flood = |connection: &Connection| ipv4_client(connection).0.octets()[..3] == [192, 0, 2];
+    while balancer.lb.connections(balancer.service_indexes[0]).any(|held| is_from_flood(&held)) {
+        balancer.send_syn(random_client(&mut rng));
     }
-    balancer.lb.tick(start + 2 * Timeouts::default().half_open);
-    assert!(balancer.open(flood(20_001)).1.is_some(), "the prefix holds none");
-    assert_eq!(balancer.open(flood(20_002)).1, None, "it holds one");
-    assert_eq!((balancer.lb.occupancy(), balancer.lb.connections_in_use()), (ENTRY_COUNT, ENTRY_COUNT as usize));
+    balancer.lb.tick(start_time + 2 * ConnectionTimeouts::default().half_open);
+    assert!(balancer.send_syn(flood_client(20_001)).1.is_some(), "the prefix holds none");
+    assert_eq!(balancer.send_syn(flood_client(20_002)).1, None, "it holds one");
+    assert_eq!(
+        (balancer.lb.used_entry_count(), balancer.lb.scan_used_entry_count()),
+        (ENTRY_COUNT, ENTRY_COUNT as usize)
+    );
 }
 
 #[test]
@@ -141,20 +149,20 @@ fn packets_read_the_clock_without_a_daemon() {
         packets_read_clock: true,
         ..Options::default()
     };
-    let mut balancer = Balancer::with(&[(service(VIP), STATEFUL)], options, &mut rng);
-    let ids = balancer.replace_servers(0, 3, &mut rng);
-    balancer.install(0, &random_table(PlacementRule::RoundRobin, 1, 1, &ids, &mut rng));
-    balancer.lb.set_owner_number(Some(own_number()));
-    let (opened, began) = (balancer.open_with_entry(client(&mut rng)), Instant::now());
-    let first = balancer.lb.clock();
-    assert_ne!(first, ClockTicks(0), "the SYN read the clock");
+    let mut balancer = Balancer::with_model(&[(service_address(VIP), STATEFUL_MODE)], options, &mut rng);
+    let server_ids = balancer.replace_servers(0, 3, &mut rng);
+    balancer.install_table(0, &random_table(PlacementRule::RoundRobin, 1, 1, &server_ids, &mut rng));
+    balancer.lb.set_owner_number(Some(own_owner_number()));
+    let (opened, began) = (balancer.open_connection_with_entry(random_client(&mut rng)), Instant::now());
+    let first_time = balancer.lb.packet_clock();
+    assert_ne!(first_time, ClockTicks(0), "the SYN read the clock");
     while began.elapsed() < Duration::from_secs(1) {
-        balancer.expect_by_index(&opened);
+        balancer.expect_found_by_index(&opened);
     }
-    let passed = balancer.lb.clock().since(first);
+    let elapsed_ticks = balancer.lb.packet_clock().since(first_time);
     assert!(
-        passed >= Duration::from_millis(900) && passed <= began.elapsed() + Duration::from_millis(200),
-        "{passed:?}"
+        elapsed_ticks >= Duration::from_millis(900) && elapsed_ticks <= began.elapsed() + Duration::from_millis(200),
+        "{elapsed_ticks:?}"
     );
-    assert_eq!(balancer.entry(opened.client).unwrap().last_seen, balancer.lb.clock());
+    assert_eq!(balancer.connection_entry(opened.client).unwrap().last_packet_at, balancer.lb.packet_clock());
 }

@@ -3,7 +3,7 @@
 use std::net::Ipv4Addr;
 use std::os::fd::BorrowedFd;
 
-use coreward_dataplane::lb::{Counters, Options};
+use coreward_dataplane::lb::{Options, PacketCounters};
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
 use coreward_model::consistency::{Consistency, ServiceMode};
@@ -14,8 +14,8 @@ use coreward_model::{ServerId, ServiceAddress};
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::unistd::Pid;
 
-use crate::support::balancer::{Balancer, VIP, XDP_TX, random_table, service};
-use crate::support::{SYN, Tcp, Udp, aligned_timestamp, missing_bpf_rights, skip_if};
+use crate::support::balancer::{Balancer, VIP, XDP_TX, random_table, service_address};
+use crate::support::{SYN, TcpPacket, UdpDatagram, aligned_timestamp_option, missing_bpf_rights, skip_if};
 
 const OTHER_VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 2), 443);
 
@@ -24,38 +24,42 @@ fn counters_of_a_reused_service_slot_start_at_zero() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(140, 0);
     let mut balancer = Balancer::new(&[VIP], &mut rng);
-    let servers = balancer.replace_servers(0, 4, &mut rng);
-    balancer.install(0, &random_table(PlacementRule::Table, 1, 1, &servers, &mut rng));
+    let server_ids = balancer.replace_servers(0, 4, &mut rng);
+    balancer.install_table(0, &random_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng));
     for port in 1024..1034 {
-        let syn =
-            Tcp { flags: SYN, options: aligned_timestamp(1, 0), ..Tcp::new((Ipv4Addr::new(192, 0, 2, 1), port), VIP) };
-        assert_eq!(balancer.run(&syn.frame()).0, XDP_TX);
+        let syn_frame = TcpPacket {
+            flags: SYN,
+            tcp_options: aligned_timestamp_option(1, 0),
+            ..TcpPacket::new((Ipv4Addr::new(192, 0, 2, 1), port), VIP)
+        };
+        assert_eq!(balancer.run(&syn_frame.frame()).0, XDP_TX);
     }
-    let (index, total) = (balancer.services[0], balancer.lb.total_counters());
-    assert_eq!(balancer.lb.counters(index).packets[intf::LB_COUNTER_NEW_CONNECTION as usize], 10);
-    assert_eq!(balancer.lb.opened_connections(index), 10);
+    let (index, total) = (balancer.service_indexes[0], balancer.lb.total_counters());
+    assert_eq!(balancer.lb.service_counters(index).packets_by_outcome[intf::LB_COUNTER_NEW_CONNECTION as usize], 10);
+    assert_eq!(balancer.lb.opened_connection_count(index), 10);
 
-    let mut replace = |vip| balancer.lb.set_services(&[(service(vip), ServiceMode::default())]).unwrap()[0];
-    assert_eq!(replace(OTHER_VIP), index, "the place is used again");
-    assert_eq!(balancer.lb.counters(index), Counters::default());
-    assert_eq!(balancer.lb.opened_connections(index), 0);
+    let mut replace_service =
+        |vip| balancer.lb.set_services(&[(service_address(vip), ServiceMode::default())]).unwrap()[0];
+    assert_eq!(replace_service(OTHER_VIP), index, "the place is used again");
+    assert_eq!(balancer.lb.service_counters(index), PacketCounters::default());
+    assert_eq!(balancer.lb.opened_connection_count(index), 0);
     assert_eq!(balancer.lb.total_counters(), total, "what removed services counted stays in the total");
 }
 
 /// Runs the program `times` times on one CPU, on one frame from receive queue 0.
 fn run_on_cpu(cpu: usize, program: BorrowedFd<'_>, frame: &[u8], times: u32) {
-    let mut cpu_set = CpuSet::new();
-    cpu_set.set(cpu).unwrap();
-    sched_setaffinity(Pid::from_raw(0), &cpu_set).unwrap();
+    let mut single_cpu = CpuSet::new();
+    single_cpu.set(cpu).unwrap();
+    sched_setaffinity(Pid::from_raw(0), &single_cpu).unwrap();
     assert_eq!(test_run::run(program, frame, times).unwrap().verdict, XDP_TX);
 }
 
 /// Runs the program on two CPUs at once, as on a bond whose two devices both have a queue 0. The kernel does not
 /// restore the frame between runs, so the load balancer gets the MAC address of its only server.
 fn run_on_two_cpus(balancer: &mut Balancer, server: ServerId, mut frame: Vec<u8>, times: u32) {
-    let mac = *balancer.macs.iter().find(|((_, of), _)| *of == server).unwrap().1;
-    balancer.lb.set_own_mac(mac);
-    frame[..6].copy_from_slice(&mac.0);
+    let server_mac = *balancer.server_macs.iter().find(|((_, of), _)| *of == server).unwrap().1;
+    balancer.lb.set_own_mac(server_mac);
+    frame[..6].copy_from_slice(&server_mac.0);
     let (program, frame) = (balancer.lb.program(), &frame);
     std::thread::scope(|scope| {
         for cpu in 0..2 {
@@ -65,30 +69,32 @@ fn run_on_two_cpus(balancer: &mut Balancer, server: ServerId, mut frame: Vec<u8>
 }
 
 #[test]
-fn no_count_of_connections_is_lost_between_two_cpus() {
-    const TIMES: u32 = 1_000_000;
+fn connection_counts_of_two_cpus_are_exact() {
+    const RUNS_PER_CPU: u32 = 1_000_000;
     skip_if!(missing_bpf_rights());
     skip_if!((std::thread::available_parallelism().unwrap().get() < 2).then_some("needs 2 CPUs"));
     let mut rng = seeded_rng(141, 0);
-    let datagrams = ServiceAddress { protocol: Protocol::Udp, ..service(VIP) };
-    let per_packet = ServiceMode { consistency: Consistency::None, ..ServiceMode::default() };
-    let services = [(service(VIP), ServiceMode::default()), (datagrams, per_packet)];
-    let mut balancer = Balancer::with(&services, Options::default(), &mut rng);
-    let servers = balancer.replace_servers(0, 1, &mut rng);
-    balancer.install(0, &random_table(PlacementRule::Table, 1, 1, &servers, &mut rng));
+    let udp_address = ServiceAddress { protocol: Protocol::Udp, ..service_address(VIP) };
+    let per_packet_mode = ServiceMode { consistency: Consistency::None, ..ServiceMode::default() };
+    let services = [(service_address(VIP), ServiceMode::default()), (udp_address, per_packet_mode)];
+    let mut balancer = Balancer::with_model(&services, Options::default(), &mut rng);
+    let server_ids = balancer.replace_servers(0, 1, &mut rng);
+    balancer.install_table(0, &random_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng));
     let client = (Ipv4Addr::new(192, 0, 2, 1), 1024);
-    let syn = Tcp { flags: SYN, options: aligned_timestamp(1, 0), ..Tcp::new(client, VIP) }.frame();
-    run_on_two_cpus(&mut balancer, servers[0], syn, TIMES);
-    let expected = 2 * u64::from(TIMES);
-    let (opened, traffic) = (balancer.lb.opened_connections(balancer.services[0]), balancer.lb.traffic(servers[0]));
+    let syn_frame =
+        TcpPacket { flags: SYN, tcp_options: aligned_timestamp_option(1, 0), ..TcpPacket::new(client, VIP) }.frame();
+    run_on_two_cpus(&mut balancer, server_ids[0], syn_frame, RUNS_PER_CPU);
+    let expected_count = 2 * u64::from(RUNS_PER_CPU);
+    let (opened, traffic) =
+        (balancer.lb.opened_connection_count(balancer.service_indexes[0]), balancer.lb.traffic(server_ids[0]));
 
-    let others = balancer.replace_servers(1, 1, &mut rng);
-    let table = random_table(PlacementRule::LeastAssigned, 1, 1, &others, &mut rng);
-    balancer.install(1, &table);
+    let udp_server_ids = balancer.replace_servers(1, 1, &mut rng);
+    let table = random_table(PlacementRule::LeastAssigned, 1, 1, &udp_server_ids, &mut rng);
+    balancer.install_table(1, &table);
     // Each datagram is placed by the rule, also further datagrams of the same flow.
-    run_on_two_cpus(&mut balancer, others[0], Udp::new(client, VIP).frame(), TIMES);
-    let assigned: u32 =
-        balancer.lb.assigned_connections(balancer.services[1], table.core_slots.len() as u16).iter().sum();
-    println!("of {expected}: opened {opened}, at the server {}, assigned {assigned}", traffic.opened);
-    assert_eq!([opened, traffic.opened, assigned.into()], [expected; 3]);
+    run_on_two_cpus(&mut balancer, udp_server_ids[0], UdpDatagram::new(client, VIP).frame(), RUNS_PER_CPU);
+    let assigned_count: u32 =
+        balancer.lb.assigned_connection_counts(balancer.service_indexes[1], table.core_slots.len() as u16).iter().sum();
+    println!("of {expected_count}: opened {opened}, at the server {}, assigned {assigned_count}", traffic.opened);
+    assert_eq!([opened, traffic.opened, assigned_count.into()], [expected_count; 3]);
 }

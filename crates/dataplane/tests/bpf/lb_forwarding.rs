@@ -4,103 +4,126 @@ use coreward_dataplane::lb::{BroadcastRates, Options, PacketRate, Tunnel};
 use coreward_intf as intf;
 use coreward_model::consistency::{Consistency, ServiceMode};
 use coreward_model::cookie::{self, Cookie};
-use coreward_model::forwarding::{Forwarding, flow_port};
+use coreward_model::forwarding::{Forwarding, gue_source_port};
 use coreward_model::placement::{PlacementRule, PlacementTable};
 use coreward_model::rss::seeded_rng;
 use coreward_model::{FourTuple, ServerId};
 use rand::Rng;
 
-use crate::support::balancer::{Balancer, OWN_MAC, XDP_DROP, XDP_TX, id, random_table, service};
+use crate::support::balancer::{Balancer, OWN_MAC, XDP_DROP, XDP_TX, id, random_table, service_address};
 use crate::support::tunnel::{
-    ETHERNET, OWN_ADDRESSES, TunnelForm, client, ip_header, octets, own_address, server_address, set_traffic_class, vip,
+    ETHERNET_BYTES, OWN_OUTER_ADDRESSES, TunnelVariant, address_octets, client, ip_header_bytes, own_outer_address,
+    server_outer_address, service_vip, set_traffic_class,
 };
 use crate::support::{
-    ACK, Family, RST, SYN, TIME_KEY, Tcp, aligned_timestamp, missing_bpf_rights, ones_complement_sum, skip_if,
+    ACK, FOREIGN_TIME_KEY, Family, RST, SYN, TcpPacket, aligned_timestamp_option, missing_bpf_rights,
+    ones_complement_sum, skip_if,
 };
 
 const MTU: usize = 1500;
 
-fn mode(form: TunnelForm) -> ServiceMode {
+fn service_mode(form: TunnelVariant) -> ServiceMode {
     ServiceMode { forwarding: form.forwarding, ..ServiceMode::default() }
 }
 
-fn balancer(form: TunnelForm) -> (Balancer, PlacementTable) {
-    balancer_with(form, mode(form), MTU)
+fn balancer_and_table(form: TunnelVariant) -> (Balancer, PlacementTable) {
+    balancer_and_table_with(form, service_mode(form), MTU)
 }
 
-fn balancer_with(form: TunnelForm, mode: ServiceMode, mtu: usize) -> (Balancer, PlacementTable) {
+fn balancer_and_table_with(form: TunnelVariant, mode: ServiceMode, mtu: usize) -> (Balancer, PlacementTable) {
     let mut rng = seeded_rng(32, 0);
-    let balancer = Balancer::with(&[(service(vip(form.inner)), mode)], Options::default(), &mut rng);
-    set_up(balancer, form, mtu, &mut rng)
+    let balancer =
+        Balancer::with_model(&[(service_address(service_vip(form.inner_family)), mode)], Options::default(), &mut rng);
+    set_up_servers(balancer, form, mtu, &mut rng)
 }
 
-fn set_up(mut balancer: Balancer, form: TunnelForm, mtu: usize, rng: &mut impl Rng) -> (Balancer, PlacementTable) {
-    balancer.lb.set_outer_header(OWN_ADDRESSES, mtu as u32);
-    let ids = balancer.replace_servers(0, 9, rng);
-    for id in &ids {
-        set_tunnel(&mut balancer, form.outer, *id, None);
+fn set_up_servers(
+    mut balancer: Balancer,
+    form: TunnelVariant,
+    mtu: usize,
+    rng: &mut impl Rng,
+) -> (Balancer, PlacementTable) {
+    balancer.lb.set_outer_header(OWN_OUTER_ADDRESSES, mtu as u32);
+    let server_ids = balancer.replace_servers(0, 9, rng);
+    for id in &server_ids {
+        set_tunnel(&mut balancer, form.outer_family, *id, None);
     }
-    let table = random_table(PlacementRule::Table, 1, 1, &ids, rng);
-    balancer.install(0, &table);
+    let table = random_table(PlacementRule::Table, 1, 1, &server_ids, rng);
+    balancer.install_table(0, &table);
     (balancer, table)
 }
 
 fn set_tunnel(balancer: &mut Balancer, outer: Family, server: ServerId, source_port: Option<u16>) {
-    let address = server_address(outer, server);
-    balancer.lb.set_tunnel(server, Tunnel { address, source_port }).unwrap();
+    let outer_address = server_outer_address(outer, server);
+    balancer.lb.set_tunnel(server, Tunnel { address: outer_address, source_port }).unwrap();
 }
 
-fn chosen(family: Family, table: &PlacementTable) -> ServerId {
-    let mut state = coreward_model::placement::PlacementState::for_table(table);
-    table.choose(&mut state, &FourTuple::new(client(family), vip(family)).unwrap()).unwrap()
+fn chosen_server(family: Family, table: &PlacementTable) -> ServerId {
+    let mut placement_state = coreward_model::placement::PlacementState::for_table(table);
+    table.select_server(&mut placement_state, &FourTuple::new(client(family), service_vip(family)).unwrap()).unwrap()
 }
 
-fn syn(family: Family) -> Tcp {
-    Tcp { flags: SYN, options: aligned_timestamp(7, 0), ..Tcp::between(client(family), vip(family)) }
+fn syn_packet(family: Family) -> TcpPacket {
+    TcpPacket {
+        flags: SYN,
+        tcp_options: aligned_timestamp_option(7, 0),
+        ..TcpPacket::between(client(family), service_vip(family))
+    }
 }
 
 /// Returns the expected source port (and flow label) of outer headers, a hash of the client's flow.
-fn flow(family: Family) -> u16 {
-    let [[a, b], [c, d]] = [client(family).port(), vip(family).port()].map(u16::to_be_bytes);
-    flow_port(client(family).ip(), [a, b, c, d])
+fn expected_source_port(family: Family) -> u16 {
+    let [[a, b], [c, d]] = [client(family).port(), service_vip(family).port()].map(u16::to_be_bytes);
+    gue_source_port(client(family).ip(), [a, b, c, d])
 }
 
 fn read_u16(bytes: &[u8], at: usize) -> u16 {
     u16::from_be_bytes([bytes[at], bytes[at + 1]])
 }
 
-fn check_outer_ipv4(outer: &[u8], form: TunnelForm, server: ServerId, class: u8) {
+fn check_outer_ipv4(outer: &[u8], form: TunnelVariant, server: ServerId, class: u8) {
     assert_eq!(ones_complement_sum(&outer[..20]), 0xffff, "checksum of the outer header");
     assert_eq!((outer[0], outer[1], usize::from(read_u16(outer, 2))), (0x45, class, outer.len()));
-    assert_eq!(outer[4..10], [0, 0, 0x40, 0, 64, form.protocol()], "identification 0, DF, TTL 64");
-    let addresses = [octets(own_address(form.outer)), octets(server_address(form.outer, server))];
-    assert_eq!(outer[12..20], addresses.concat());
+    assert_eq!(outer[4..10], [0, 0, 0x40, 0, 64, form.outer_protocol()], "identification 0, DF, TTL 64");
+    let outer_addresses = [
+        address_octets(own_outer_address(form.outer_family)),
+        address_octets(server_outer_address(form.outer_family, server)),
+    ];
+    assert_eq!(outer[12..20], outer_addresses.concat());
 }
 
-fn check_outer_ipv6(outer: &[u8], form: TunnelForm, server: ServerId, class: u8) {
-    let [a, b] = flow(form.inner).to_be_bytes();
+fn check_outer_ipv6(outer: &[u8], form: TunnelVariant, server: ServerId, class: u8) {
+    let [a, b] = expected_source_port(form.inner_family).to_be_bytes();
     assert_eq!(outer[..4], [0x60 | class >> 4, class << 4, a, b]);
-    assert_eq!((usize::from(read_u16(outer, 4)), outer[6], outer[7]), (outer.len() - 40, form.protocol(), 64));
-    let addresses = [octets(own_address(form.outer)), octets(server_address(form.outer, server))];
-    assert_eq!(outer[8..40], addresses.concat());
+    assert_eq!((usize::from(read_u16(outer, 4)), outer[6], outer[7]), (outer.len() - 40, form.outer_protocol(), 64));
+    let outer_addresses = [
+        address_octets(own_outer_address(form.outer_family)),
+        address_octets(server_outer_address(form.outer_family, server)),
+    ];
+    assert_eq!(outer[8..40], outer_addresses.concat());
 }
 
 /// Checks the outer header of `packet`, and returns the packet inside.
-fn strip_outer_header(packet: &[u8], form: TunnelForm, server: ServerId, class: u8) -> Vec<u8> {
-    let outer = &packet[ETHERNET..];
-    match form.outer {
-        Family::Ipv4 => check_outer_ipv4(outer, form, server, class),
-        Family::Ipv6 => check_outer_ipv6(outer, form, server, class),
+fn strip_outer_header(packet: &[u8], form: TunnelVariant, server: ServerId, class: u8) -> Vec<u8> {
+    let outer_packet = &packet[ETHERNET_BYTES..];
+    match form.outer_family {
+        Family::Ipv4 => check_outer_ipv4(outer_packet, form, server, class),
+        Family::Ipv6 => check_outer_ipv6(outer_packet, form, server, class),
     }
     if form.forwarding == Forwarding::Gue {
-        let header = &outer[ip_header(form.outer)..];
-        let expected = (flow(form.inner), 6080, header.len(), 0);
+        let udp_header = &outer_packet[ip_header_bytes(form.outer_family)..];
+        let expected_udp_fields = (expected_source_port(form.inner_family), 6080, udp_header.len(), 0);
         assert_eq!(
-            (read_u16(header, 0), read_u16(header, 2), usize::from(read_u16(header, 4)), read_u16(header, 6)),
-            expected
+            (
+                read_u16(udp_header, 0),
+                read_u16(udp_header, 2),
+                usize::from(read_u16(udp_header, 4)),
+                read_u16(udp_header, 6)
+            ),
+            expected_udp_fields
         );
     }
-    outer[form.overhead()..].to_vec()
+    outer_packet[form.overhead_bytes()..].to_vec()
 }
 
 fn ethertype(family: Family) -> [u8; 2] {
@@ -110,90 +133,98 @@ fn ethertype(family: Family) -> [u8; 2] {
 #[test]
 fn packets_to_servers_get_an_outer_header_and_are_otherwise_unchanged() {
     skip_if!(missing_bpf_rights());
-    for form in TunnelForm::all() {
-        let (balancer, table) = balancer(form);
-        let server = chosen(form.inner, &table);
-        let mut frame = syn(form.inner).frame();
+    for form in TunnelVariant::all() {
+        let (balancer, table) = balancer_and_table(form);
+        let server = chosen_server(form.inner_family, &table);
+        let mut frame = syn_packet(form.inner_family).frame();
         // DSCP 46 and ECT(0).
         set_traffic_class(&mut frame, 0xba);
         let (verdict, packet) = balancer.run_expecting_counter(&frame, Some(0), "new_connection");
         assert_eq!(verdict, XDP_TX, "{form:?}");
-        assert_eq!(packet[..6], balancer.macs[&(0, server)].0);
-        assert_eq!(packet[6..14], [&OWN_MAC.0[..], &ethertype(form.outer)].concat());
-        assert_eq!(strip_outer_header(&packet, form, server, 0xba), frame[ETHERNET..], "{form:?}");
+        assert_eq!(packet[..6], balancer.server_macs[&(0, server)].0);
+        assert_eq!(packet[6..14], [&OWN_MAC.0[..], &ethertype(form.outer_family)].concat());
+        assert_eq!(strip_outer_header(&packet, form, server, 0xba), frame[ETHERNET_BYTES..], "{form:?}");
     }
 }
 
 #[test]
 fn established_packets_of_the_fast_path_get_the_same_outer_header() {
     skip_if!(missing_bpf_rights());
-    for form in TunnelForm::all() {
-        let (balancer, table) = balancer(form);
-        let server = chosen(form.inner, &table);
-        let tuple = FourTuple::new(client(form.inner), vip(form.inner)).unwrap();
-        let cookie = cookie::stamp_tsval(&balancer.keys, &TIME_KEY, &tuple, Cookie::Server(server), 9);
-        let frame =
-            Tcp { options: aligned_timestamp(7, cookie), ..Tcp::between(client(form.inner), vip(form.inner)) }.frame();
+    for form in TunnelVariant::all() {
+        let (balancer, table) = balancer_and_table(form);
+        let server = chosen_server(form.inner_family, &table);
+        let tuple = FourTuple::new(client(form.inner_family), service_vip(form.inner_family)).unwrap();
+        let cookie_tsval =
+            cookie::stamp_tsval(&balancer.fleet_keys, &FOREIGN_TIME_KEY, &tuple, Cookie::Server(server), 9);
+        let frame = TcpPacket {
+            tcp_options: aligned_timestamp_option(7, cookie_tsval),
+            ..TcpPacket::between(client(form.inner_family), service_vip(form.inner_family))
+        }
+        .frame();
         let (verdict, packet) = balancer.run_expecting_counter(&frame, Some(0), "established");
         assert_eq!(verdict, XDP_TX, "{form:?}");
-        assert_eq!(strip_outer_header(&packet, form, server, 0), frame[ETHERNET..], "{form:?}");
+        assert_eq!(strip_outer_header(&packet, form, server, 0), frame[ETHERNET_BYTES..], "{form:?}");
     }
 }
 
 #[test]
 fn source_port_is_that_of_the_flow_or_of_the_server() {
     skip_if!(missing_bpf_rights());
-    for form in TunnelForm::all().filter(|form| form.forwarding == Forwarding::Gue) {
-        let (mut balancer, table) = balancer(form);
-        let server = chosen(form.inner, &table);
-        let source_port =
-            |balancer: &Balancer| read_u16(&balancer.run(&syn(form.inner).frame()).1, ETHERNET + ip_header(form.outer));
-        assert_eq!(source_port(&balancer), flow(form.inner));
-        set_tunnel(&mut balancer, form.outer, server, Some(50_123));
+    for form in TunnelVariant::all().filter(|form| form.forwarding == Forwarding::Gue) {
+        let (mut balancer, table) = balancer_and_table(form);
+        let server = chosen_server(form.inner_family, &table);
+        let source_port = |balancer: &Balancer| {
+            read_u16(
+                &balancer.run(&syn_packet(form.inner_family).frame()).1,
+                ETHERNET_BYTES + ip_header_bytes(form.outer_family),
+            )
+        };
+        assert_eq!(source_port(&balancer), expected_source_port(form.inner_family));
+        set_tunnel(&mut balancer, form.outer_family, server, Some(50_123));
         assert_eq!(source_port(&balancer), 50_123);
     }
 }
 
 #[test]
-fn server_with_another_address_gets_its_packets_there() {
+fn changed_outer_address_is_used_for_the_next_packet() {
     skip_if!(missing_bpf_rights());
-    let form = TunnelForm { forwarding: Forwarding::Ipip, inner: Family::Ipv4, outer: Family::Ipv6 };
-    let (mut balancer, table) = balancer(form);
-    let server = chosen(form.inner, &table);
-    let other = id(u64::from(server.get() ^ 1));
-    for (outer, other) in [(Family::Ipv6, other), (Family::Ipv4, server), (Family::Ipv6, server)] {
-        let tunnel = Tunnel { address: server_address(outer, other), source_port: None };
+    let form = TunnelVariant { forwarding: Forwarding::Ipip, inner_family: Family::Ipv4, outer_family: Family::Ipv6 };
+    let (mut balancer, table) = balancer_and_table(form);
+    let server = chosen_server(form.inner_family, &table);
+    let other_server = id(u64::from(server.get() ^ 1));
+    for (outer, other) in [(Family::Ipv6, other_server), (Family::Ipv4, server), (Family::Ipv6, server)] {
+        let tunnel = Tunnel { address: server_outer_address(outer, other), source_port: None };
         balancer.lb.set_tunnel(server, tunnel).unwrap();
-        let packet = balancer.run(&syn(form.inner).frame()).1;
-        strip_outer_header(&packet, TunnelForm { outer, ..form }, other, 0);
+        let forwarded_packet = balancer.run(&syn_packet(form.inner_family).frame()).1;
+        strip_outer_header(&forwarded_packet, TunnelVariant { outer_family: outer, ..form }, other, 0);
     }
 }
 
 /// Returns a SYN whose IP packet has `length` bytes.
-fn syn_of(family: Family, length: usize) -> Vec<u8> {
-    let headers = syn(family).frame().len() - ETHERNET - b"payload".len();
-    Tcp { payload: vec![7; length - headers], ..syn(family) }.frame()
+fn syn_with_length(family: Family, length: usize) -> Vec<u8> {
+    let header_length = syn_packet(family).frame().len() - ETHERNET_BYTES - b"payload".len();
+    TcpPacket { payload: vec![7; length - header_length], ..syn_packet(family) }.frame()
 }
 
 /// Checks the headers of `packet`, an ICMP error about `frame`, and returns the ICMP message.
-fn error_to<'a>(packet: &'a [u8], frame: &[u8], family: Family) -> &'a [u8] {
+fn check_icmp_error<'a>(packet: &'a [u8], frame: &[u8], family: Family) -> &'a [u8] {
     assert_eq!(packet[..14], [&frame[6..12], &OWN_MAC.0, &ethertype(family)].concat());
-    let (header, message) = packet[ETHERNET..].split_at(ip_header(family));
-    let addresses = [octets(vip(family).ip()), octets(client(family).ip())].concat();
+    let (header, message) = packet[ETHERNET_BYTES..].split_at(ip_header_bytes(family));
+    let expected_addresses = [address_octets(service_vip(family).ip()), address_octets(client(family).ip())].concat();
     match family {
         Family::Ipv4 => {
             assert_eq!(header[..10], [0x45, 0xc0, 0, 96, 0, 0, 0x40, 0, 64, 1]);
-            assert_eq!(header[12..], addresses);
+            assert_eq!(header[12..], expected_addresses);
             assert_eq!((ones_complement_sum(header), ones_complement_sum(message)), (0xffff, 0xffff));
-            assert_eq!((&message[..2], &message[8..]), (&[3, 4][..], &frame[ETHERNET..][..68]));
+            assert_eq!((&message[..2], &message[8..]), (&[3, 4][..], &frame[ETHERNET_BYTES..][..68]));
         }
         Family::Ipv6 => {
-            let length = (message.len() as u16).to_be_bytes();
-            assert_eq!(header[..8], [0x6c, 0, 0, 0, length[0], length[1], 58, 64]);
-            assert_eq!(header[8..], addresses);
-            let pseudo_header = [&addresses[..], &[0, 0], &length, &[0, 0, 0, 58]].concat();
+            let message_length = (message.len() as u16).to_be_bytes();
+            assert_eq!(header[..8], [0x6c, 0, 0, 0, message_length[0], message_length[1], 58, 64]);
+            assert_eq!(header[8..], expected_addresses);
+            let pseudo_header = [&expected_addresses[..], &[0, 0], &message_length, &[0, 0, 0, 58]].concat();
             assert_eq!(ones_complement_sum(&[&pseudo_header, message].concat()), 0xffff);
-            assert_eq!((&message[..2], &message[8..]), (&[2, 0][..], &frame[ETHERNET..][..504]));
+            assert_eq!((&message[..2], &message[8..]), (&[2, 0][..], &frame[ETHERNET_BYTES..][..504]));
         }
     }
     message
@@ -202,41 +233,47 @@ fn error_to<'a>(packet: &'a [u8], frame: &[u8], family: Family) -> &'a [u8] {
 #[test]
 fn packet_too_long_to_encapsulate_is_answered_with_the_mtu() {
     skip_if!(missing_bpf_rights());
-    for form in TunnelForm::all() {
-        let (balancer, _) = balancer(form);
-        let mtu = MTU - form.overhead();
-        assert_eq!(balancer.run_expecting_counter(&syn_of(form.inner, mtu), Some(0), "new_connection").0, XDP_TX);
-        let frame = syn_of(form.inner, mtu + 1);
+    for form in TunnelVariant::all() {
+        let (balancer, _) = balancer_and_table(form);
+        let inner_mtu = MTU - form.overhead_bytes();
+        assert_eq!(
+            balancer.run_expecting_counter(&syn_with_length(form.inner_family, inner_mtu), Some(0), "new_connection").0,
+            XDP_TX
+        );
+        let frame = syn_with_length(form.inner_family, inner_mtu + 1);
         let (verdict, packet) = balancer.run_expecting_counter(&frame, Some(0), "drop_fragmentation_needed");
         assert_eq!(verdict, XDP_TX, "{form:?}");
-        let [high, low] = (mtu as u16).to_be_bytes();
-        assert_eq!(error_to(&packet, &frame, form.inner)[4..8], [0, 0, high, low]);
+        let [high, low] = (inner_mtu as u16).to_be_bytes();
+        assert_eq!(check_icmp_error(&packet, &frame, form.inner_family)[4..8], [0, 0, high, low]);
     }
 }
 
 #[test]
 fn ipv6_packet_of_1280_bytes_gets_no_error() {
     skip_if!(missing_bpf_rights());
-    let form = TunnelForm { forwarding: Forwarding::Gue, inner: Family::Ipv6, outer: Family::Ipv6 };
-    let (balancer, _) = balancer_with(form, mode(form), 1300);
-    assert_eq!(balancer.run_expecting_counter(&syn_of(form.inner, 1280), Some(0), "drop_exceeds_mtu").0, XDP_DROP);
-    let frame = syn_of(form.inner, 1281);
+    let form = TunnelVariant { forwarding: Forwarding::Gue, inner_family: Family::Ipv6, outer_family: Family::Ipv6 };
+    let (balancer, _) = balancer_and_table_with(form, service_mode(form), 1300);
+    assert_eq!(
+        balancer.run_expecting_counter(&syn_with_length(form.inner_family, 1280), Some(0), "drop_exceeds_mtu").0,
+        XDP_DROP
+    );
+    let frame = syn_with_length(form.inner_family, 1281);
     let (_, packet) = balancer.run_expecting_counter(&frame, Some(0), "drop_fragmentation_needed");
-    assert_eq!(error_to(&packet, &frame, form.inner)[4..8], 1280u32.to_be_bytes());
+    assert_eq!(check_icmp_error(&packet, &frame, form.inner_family)[4..8], 1280u32.to_be_bytes());
 }
 
 #[test]
-fn source_other_than_a_host_gets_no_error() {
+fn source_that_is_no_unicast_address_gets_no_error() {
     skip_if!(missing_bpf_rights());
     for (inner, sources) in [
         (Family::Ipv4, vec![vec![239, 0, 2, 7], vec![0; 4]]),
         (Family::Ipv6, vec![[&[0xff, 2][..], &[0; 13], &[1]].concat(), vec![0; 16]]),
     ] {
-        let form = TunnelForm { forwarding: Forwarding::Gue, inner, outer: Family::Ipv4 };
-        let (balancer, _) = balancer(form);
-        let at = ETHERNET + if inner == Family::Ipv4 { 12 } else { 8 };
+        let form = TunnelVariant { forwarding: Forwarding::Gue, inner_family: inner, outer_family: Family::Ipv4 };
+        let (balancer, _) = balancer_and_table(form);
+        let at = ETHERNET_BYTES + if inner == Family::Ipv4 { 12 } else { 8 };
         for source in sources {
-            let mut frame = syn_of(inner, MTU);
+            let mut frame = syn_with_length(inner, MTU);
             frame[at..at + source.len()].copy_from_slice(&source);
             assert_eq!(balancer.run_expecting_counter(&frame, Some(0), "drop_exceeds_mtu").0, XDP_DROP, "{source:?}");
         }
@@ -244,18 +281,20 @@ fn source_other_than_a_host_gets_no_error() {
 }
 
 #[test]
-fn errors_to_a_flood_of_long_packets_are_limited() {
+fn errors_to_a_flood_of_long_packets_are_rate_limited() {
     skip_if!(missing_bpf_rights());
     for inner in Family::BOTH {
-        let rates = BroadcastRates::uniform(PacketRate { per_second: 1, burst: 8 });
-        let options = Options { broadcast_limits: [rates; intf::LIMITED_KIND_COUNT as usize], ..Options::default() };
-        let form = TunnelForm { forwarding: Forwarding::Ipip, inner, outer: Family::Ipv4 };
+        let broadcast_rates = BroadcastRates::with_equal_rates(PacketRate { per_second: 1, burst_packets: 8 });
+        let options =
+            Options { broadcast_limits: [broadcast_rates; intf::LIMITED_KIND_COUNT as usize], ..Options::default() };
+        let form = TunnelVariant { forwarding: Forwarding::Ipip, inner_family: inner, outer_family: Family::Ipv4 };
         let mut rng = seeded_rng(34, 0);
-        let balancer = Balancer::with_limits(&[(service(vip(inner)), mode(form))], options, &mut rng);
-        let (balancer, _) = set_up(balancer, form, MTU, &mut rng);
-        let frame = syn_of(inner, MTU);
-        let answered = (0..100).filter(|_| balancer.run(&frame).0 == XDP_TX).count();
-        assert!((8..=11).contains(&answered), "{answered}");
+        let balancer =
+            Balancer::without_model(&[(service_address(service_vip(inner)), service_mode(form))], options, &mut rng);
+        let (balancer, _) = set_up_servers(balancer, form, MTU, &mut rng);
+        let frame = syn_with_length(inner, MTU);
+        let answered_count = (0..100).filter(|_| balancer.run(&frame).0 == XDP_TX).count();
+        assert!((8..=11).contains(&answered_count), "{answered_count}");
         balancer.run_expecting_counter(&frame, Some(0), "drop_exceeds_mtu");
     }
 }
@@ -264,11 +303,11 @@ fn errors_to_a_flood_of_long_packets_are_limited() {
 fn nothing_is_broadcast_to_servers_behind_routers() {
     skip_if!(missing_bpf_rights());
     for consistency in [Consistency::Stateless, Consistency::Stateful] {
-        for form in TunnelForm::all() {
-            let mode = ServiceMode { consistency, ..mode(form) };
-            let (balancer, _) = balancer_with(form, mode, MTU);
-            let reset = Tcp { flags: RST, options: vec![], ..syn(form.inner) }.frame();
-            let (verdict, _) = balancer.run_expecting_counter(&reset, Some(0), "drop_not_broadcast");
+        for form in TunnelVariant::all() {
+            let mode = ServiceMode { consistency, ..service_mode(form) };
+            let (balancer, _) = balancer_and_table_with(form, mode, MTU);
+            let reset_frame = TcpPacket { flags: RST, tcp_options: vec![], ..syn_packet(form.inner_family) }.frame();
+            let (verdict, _) = balancer.run_expecting_counter(&reset_frame, Some(0), "drop_not_broadcast");
             assert_eq!(verdict, XDP_DROP);
         }
     }
@@ -278,34 +317,36 @@ fn nothing_is_broadcast_to_servers_behind_routers() {
 fn services_of_all_kinds_share_a_program_and_servers() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(33, 0);
-    let kinds: Vec<(Forwarding, Family)> =
+    let service_kinds: Vec<(Forwarding, Family)> =
         Forwarding::ALL.into_iter().flat_map(|kind| Family::BOTH.map(|family| (kind, family))).collect();
-    let vip_of = |(forwarding, family): (Forwarding, Family)| {
-        let mut vip = vip(family);
+    let vip_of_kind = |(forwarding, family): (Forwarding, Family)| {
+        let mut vip = service_vip(family);
         vip.set_port(80 + forwarding.number() as u16);
         vip
     };
-    let services: Vec<_> = kinds
+    let services: Vec<_> = service_kinds
         .iter()
         .map(|kind| {
             let mode =
                 ServiceMode { consistency: Consistency::HashTable, forwarding: kind.0, ..ServiceMode::default() };
-            (service(vip_of(*kind)), mode)
+            (service_address(vip_of_kind(*kind)), mode)
         })
         .collect();
-    let mut balancer = Balancer::with(&services, Options::default(), &mut rng);
-    balancer.lb.set_outer_header(OWN_ADDRESSES, MTU as u32);
+    let mut balancer = Balancer::with_model(&services, Options::default(), &mut rng);
+    balancer.lb.set_outer_header(OWN_OUTER_ADDRESSES, MTU as u32);
     let server = id(7);
-    let known = coreward_dataplane::lb::Server { mac: Some(OWN_MAC), is_eligible: true };
+    let eligible_server = coreward_dataplane::lb::Server { mac: Some(OWN_MAC), is_eligible: true };
     set_tunnel(&mut balancer, Family::Ipv6, server, None);
-    for (place, kind) in kinds.into_iter().enumerate() {
-        balancer.lb.set_server(balancer.services[place], server, known);
-        balancer.install(place, &random_table(PlacementRule::Table, 1, 1, &[server], &mut rng));
+    for (place, kind) in service_kinds.into_iter().enumerate() {
+        balancer.lb.set_server(balancer.service_indexes[place], server, eligible_server);
+        balancer.install_table(place, &random_table(PlacementRule::Table, 1, 1, &[server], &mut rng));
         for flags in [SYN, ACK] {
-            let frame = Tcp { flags, options: vec![], ..Tcp::between(client(kind.1), vip_of(kind)) }.frame();
+            let frame =
+                TcpPacket { flags, tcp_options: vec![], ..TcpPacket::between(client(kind.1), vip_of_kind(kind)) }
+                    .frame();
             let (verdict, packet) = balancer.run(&frame);
-            let overhead = kind.0.overhead(own_address(Family::Ipv6));
-            assert_eq!((verdict, packet.len()), (XDP_TX, frame.len() + overhead), "{kind:?}");
+            let encapsulation_overhead = kind.0.overhead_bytes(own_outer_address(Family::Ipv6));
+            assert_eq!((verdict, packet.len()), (XDP_TX, frame.len() + encapsulation_overhead), "{kind:?}");
         }
     }
 }

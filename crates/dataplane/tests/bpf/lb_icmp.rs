@@ -4,7 +4,7 @@
 use std::net::Ipv4Addr;
 
 use coreward_dataplane::lb::{Options, Server};
-use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
+use coreward_model::consistency::{Consistency, ServiceMode, TimestampOrigin};
 use coreward_model::cookie::{self, Cookie};
 use coreward_model::placement::PlacementRule;
 use coreward_model::rss::{seeded_rng, uniform_below};
@@ -12,253 +12,291 @@ use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use rand::Rng as _;
 
-use crate::support::balancer::{Balancer, CLIENT, Identification, VIP, XDP_DROP, random_table, service};
-use crate::support::{self, ACK, SYN, Tcp, Udp, aligned_timestamp, ipv4_frame, missing_bpf_rights, skip_if, timestamp};
+use crate::support::balancer::{
+    Balancer, CLIENT, ExpectedIdentification, VIP, XDP_DROP, random_table, service_address,
+};
+use crate::support::{
+    self, ACK, SYN, TcpPacket, UdpDatagram, aligned_timestamp_option, ipv4_frame, missing_bpf_rights, skip_if,
+    timestamp_option,
+};
 
 /// Address of a router between client and VIP, from which ICMP errors come.
 const ROUTER: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 1);
 
 /// Offsets of headers in a frame with an IP header of 20 bytes, in bytes.
 const IP: usize = 14;
-const ICMP: usize = IP + 20;
-const QUOTE: usize = ICMP + 8;
+const ICMP_OFFSET: usize = IP + 20;
+const QUOTE_OFFSET: usize = ICMP_OFFSET + 8;
 
-const UNCHANGED: Identification = Identification::Unchanged;
+const UNCHANGED_IDENTIFICATION: ExpectedIdentification = ExpectedIdentification::Unchanged;
 
 /// Returns the IP packet in a frame.
-fn packet_of(frame: &[u8]) -> Vec<u8> {
+fn ip_packet_of(frame: &[u8]) -> Vec<u8> {
     frame[14..].to_vec()
 }
 
 /// Returns an IP packet from a server to the client, which an ICMP error can quote.
-fn answer(options: Vec<u8>, ip_options: Vec<u8>) -> Vec<u8> {
-    packet_of(&Tcp { options, ip_options, payload: vec![9; 64], ..Tcp::new(VIP, CLIENT) }.frame())
+fn packet_to_quote(options: Vec<u8>, ip_options: Vec<u8>) -> Vec<u8> {
+    ip_packet_of(
+        &TcpPacket { tcp_options: options, ip_options, payload: vec![9; 64], ..TcpPacket::new(VIP, CLIENT) }.frame(),
+    )
 }
 
 /// Returns an ICMP error of type `kind` and code 4 that quotes `quoted`. With type 3 it is "fragmentation needed".
-fn error(kind: u8, quoted: &[u8]) -> Vec<u8> {
-    let message = [&[kind, 4, 0, 0, 0, 0, 5, 0][..], quoted].concat();
-    ipv4_frame(1, [ROUTER, VIP.0], &[], [0x77, 0], &message)
+fn icmp_error(kind: u8, quoted: &[u8]) -> Vec<u8> {
+    let icmp_message = [&[kind, 4, 0, 0, 0, 0, 5, 0][..], quoted].concat();
+    ipv4_frame(1, [ROUTER, VIP.0], &[], [0x77, 0], &icmp_message)
 }
 
-fn balancer(mode: ServiceMode) -> (Balancer, Vec<ServerId>) {
+fn balancer_with_servers(mode: ServiceMode) -> (Balancer, Vec<ServerId>) {
     let mut rng = seeded_rng(71, 0);
-    let mut balancer = Balancer::with(&[(service(VIP), mode)], Options::default(), &mut rng);
-    let ids = balancer.replace_servers(0, 5, &mut rng);
-    balancer.install(0, &random_table(PlacementRule::Table, 1, 1, &ids, &mut rng));
-    (balancer, ids)
+    let mut balancer = Balancer::with_model(&[(service_address(VIP), mode)], Options::default(), &mut rng);
+    let server_ids = balancer.replace_servers(0, 5, &mut rng);
+    balancer.install_table(0, &random_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng));
+    (balancer, server_ids)
 }
 
-fn tuple() -> FourTuple {
+fn client_tuple() -> FourTuple {
     FourTuple::ipv4(CLIENT, VIP)
 }
 
-fn stamped(balancer: &Balancer, server: ServerId) -> u32 {
-    cookie::stamp_tsval(&balancer.keys, &support::TIME_KEY, &tuple(), Cookie::Server(server), 12_345)
+fn cookie_tsval(balancer: &Balancer, server: ServerId) -> u32 {
+    cookie::stamp_tsval(
+        &balancer.fleet_keys,
+        &support::FOREIGN_TIME_KEY,
+        &client_tuple(),
+        Cookie::Server(server),
+        12_345,
+    )
 }
 
 #[test]
-fn quoted_timestamp_names_the_server() {
+fn icmp_error_goes_to_the_server_that_the_quoted_timestamp_names() {
     skip_if!(missing_bpf_rights());
-    let (mut balancer, ids) = balancer(ServiceMode::default());
-    let value = stamped(&balancer, ids[3]);
-    let usual = aligned_timestamp(value, 7);
-    let odd = [&[1][..], &timestamp(value, 7), &[0]].concat();
-    let syn_ack = [&[2, 4, 5, 0xb4, 4, 2][..], &timestamp(value, 7), &[1, 3, 3, 7]].concat();
+    let (mut balancer, ids) = balancer_with_servers(ServiceMode::default());
+    let cookie_value = cookie_tsval(&balancer, ids[3]);
+    let aligned_option = aligned_timestamp_option(cookie_value, 7);
+    let unaligned_option = [&[1][..], &timestamp_option(cookie_value, 7), &[0]].concat();
+    let syn_ack_options = [&[2, 4, 5, 0xb4, 4, 2][..], &timestamp_option(cookie_value, 7), &[1, 3, 3, 7]].concat();
     for kind in [3, 11, 12] {
-        for options in [&usual, &odd, &syn_ack] {
+        for options in [&aligned_option, &unaligned_option, &syn_ack_options] {
             for ip_options in [vec![], vec![1; 40]] {
-                let quoted = answer(options.clone(), ip_options);
-                balancer.expect_sent_to(0, &error(kind, &quoted), ids[3], "icmp_error");
+                let quoted_packet = packet_to_quote(options.clone(), ip_options);
+                balancer.expect_sent_to(0, &icmp_error(kind, &quoted_packet), ids[3], "icmp_error");
             }
         }
     }
     // The server is also found with options in the outer IP header, and with a quote that ends at the timestamp.
-    let quoted = answer(usual.clone(), vec![]);
-    let message = [&[3, 4, 0, 0, 0, 0, 5, 0][..], &quoted].concat();
-    let frame = ipv4_frame(1, [ROUTER, VIP.0], &[1; 8], [0x77, 0], &message);
+    let quoted_packet = packet_to_quote(aligned_option.clone(), vec![]);
+    let icmp_message = [&[3, 4, 0, 0, 0, 0, 5, 0][..], &quoted_packet].concat();
+    let frame = ipv4_frame(1, [ROUTER, VIP.0], &[1; 8], [0x77, 0], &icmp_message);
     balancer.expect_sent_to(0, &frame, ids[3], "icmp_error");
-    balancer.expect_sent_to(0, &error(3, &quoted[..20 + 32]), ids[3], "icmp_error");
+    balancer.expect_sent_to(0, &icmp_error(3, &quoted_packet[..20 + 32]), ids[3], "icmp_error");
 
-    balancer.lb.set_server(balancer.services[0], ids[3], Server { mac: None, is_eligible: true });
-    balancer.expect(&error(3, &quoted), XDP_DROP, 0, "drop_server_unresolved");
-    balancer.lb.remove_server(balancer.services[0], ids[3]);
-    balancer.expect_broadcast_or(0, &error(3, &quoted), UNCHANGED, "drop_broadcast_rate_limited");
+    balancer.lb.set_server(balancer.service_indexes[0], ids[3], Server { mac: None, is_eligible: true });
+    balancer.expect_unforwarded(&icmp_error(3, &quoted_packet), XDP_DROP, 0, "drop_server_unresolved");
+    balancer.lb.remove_server(balancer.service_indexes[0], ids[3]);
+    balancer.expect_broadcast_or_dropped(
+        0,
+        &icmp_error(3, &quoted_packet),
+        UNCHANGED_IDENTIFICATION,
+        "drop_broadcast_rate_limited",
+    );
 }
 
 #[test]
 fn quotes_without_a_cookie_follow_the_flow_table_or_are_broadcast() {
     skip_if!(missing_bpf_rights());
-    let (balancer, ids) = balancer(ServiceMode::default());
-    let value = stamped(&balancer, ids[2]);
-    let whole = answer(aligned_timestamp(value, 7), vec![]);
-    let without = answer(vec![], vec![]);
-    let bad_options = answer(vec![3, 1, 0, 0], vec![]);
+    let (balancer, ids) = balancer_with_servers(ServiceMode::default());
+    let cookie_value = cookie_tsval(&balancer, ids[2]);
+    let complete_quote = packet_to_quote(aligned_timestamp_option(cookie_value, 7), vec![]);
+    let quote_without_timestamp = packet_to_quote(vec![], vec![]);
+    let quote_with_bad_options = packet_to_quote(vec![3, 1, 0, 0], vec![]);
     // Quotes without the timestamp: down to IP header and 8 bytes, as RFC 792 requires.
-    let cut: Vec<Vec<u8>> = (28..52).map(|length| whole[..length].to_vec()).collect();
-    let mut bad_data_offset = whole.clone();
-    bad_data_offset[20 + 12] = 0x40;
-    let quotes: Vec<_> = cut.into_iter().chain([without, bad_options, bad_data_offset]).collect();
+    let truncated_quotes: Vec<Vec<u8>> = (28..52).map(|length| complete_quote[..length].to_vec()).collect();
+    let mut quote_with_bad_data_offset = complete_quote.clone();
+    quote_with_bad_data_offset[20 + 12] = 0x40;
+    let quotes: Vec<_> = truncated_quotes
+        .into_iter()
+        .chain([quote_without_timestamp, quote_with_bad_options, quote_with_bad_data_offset])
+        .collect();
     for quoted in &quotes {
-        balancer.expect_broadcast_or(0, &error(3, quoted), UNCHANGED, "drop_broadcast_rate_limited");
+        balancer.expect_broadcast_or_dropped(
+            0,
+            &icmp_error(3, quoted),
+            UNCHANGED_IDENTIFICATION,
+            "drop_broadcast_rate_limited",
+        );
     }
     // After a packet of the connection, the flow table has its server.
-    let chosen = balancer.newest_table.as_ref().unwrap().choose_consistent(&tuple()).unwrap();
-    balancer.run_expecting_counter(&Tcp { flags: ACK, ..Tcp::new(CLIENT, VIP) }.frame(), Some(0), "bucket_hash");
+    let chosen_server = balancer.newest_table.as_ref().unwrap().consistent_server(&client_tuple()).unwrap();
+    balancer.run_expecting_counter(
+        &TcpPacket { flags: ACK, ..TcpPacket::new(CLIENT, VIP) }.frame(),
+        Some(0),
+        "bucket_hash",
+    );
     for quoted in &quotes {
-        balancer.expect_sent_to(0, &error(3, quoted), chosen, "icmp_error");
+        balancer.expect_sent_to(0, &icmp_error(3, quoted), chosen_server, "icmp_error");
     }
-    balancer.expect_sent_to(0, &error(3, &whole), ids[2], "icmp_error");
+    balancer.expect_sent_to(0, &icmp_error(3, &complete_quote), ids[2], "icmp_error");
 }
 
 #[test]
 fn random_quoted_timestamps_reach_a_known_server_or_are_broadcast() {
     skip_if!(missing_bpf_rights());
-    let (mut balancer, _) = balancer(ServiceMode::default());
+    let (mut balancer, _) = balancer_with_servers(ServiceMode::default());
     let mut rng = seeded_rng(72, 0);
-    let ids = balancer.replace_servers(0, 8192, &mut rng);
-    let mut seen = [0; 2];
+    let server_ids = balancer.replace_servers(0, 8192, &mut rng);
+    let mut counts_by_outcome = [0; 2];
     for _ in 0..500 {
-        let value = rng.next_u32();
-        let frame = error(3, &answer(aligned_timestamp(value, 7), vec![]));
-        match cookie::decode_cookie(&balancer.keys, &tuple(), value) {
-            Cookie::Server(server) if ids.contains(&server) => {
-                seen[0] += 1;
+        let random_value = rng.next_u32();
+        let frame = icmp_error(3, &packet_to_quote(aligned_timestamp_option(random_value, 7), vec![]));
+        match cookie::decode_cookie(&balancer.fleet_keys, &client_tuple(), random_value) {
+            Cookie::Server(server) if server_ids.contains(&server) => {
+                counts_by_outcome[0] += 1;
                 balancer.expect_sent_to(0, &frame, server, "icmp_error");
             }
             _ => {
-                seen[1] += 1;
-                balancer.expect_broadcast_or(0, &frame, UNCHANGED, "drop_broadcast_rate_limited");
+                counts_by_outcome[1] += 1;
+                balancer.expect_broadcast_or_dropped(
+                    0,
+                    &frame,
+                    UNCHANGED_IDENTIFICATION,
+                    "drop_broadcast_rate_limited",
+                );
             }
         }
     }
-    assert!(seen.iter().all(|count| *count > 50), "{seen:?}");
+    assert!(counts_by_outcome.iter().all(|count| *count > 50), "{counts_by_outcome:?}");
 }
 
 #[test]
 fn icmp_errors_without_cookies_follow_the_modes_table() {
     skip_if!(missing_bpf_rights());
-    let off = ServiceMode { timestamps: Timestamps::Off, ..ServiceMode::default() };
-    let others = [Consistency::None, Consistency::HashTable, Consistency::Beamer];
-    let modes = others.map(|consistency| ServiceMode { consistency, ..ServiceMode::default() });
-    for mode in modes.into_iter().chain([off]) {
-        let (balancer, ids) = balancer(mode);
-        let frame = error(3, &answer(aligned_timestamp(stamped(&balancer, ids[1]), 7), vec![]));
-        balancer.expect_broadcast_or(0, &frame, UNCHANGED, "drop_broadcast_rate_limited");
+    let timestamps_off_mode = ServiceMode { timestamps: TimestampOrigin::Off, ..ServiceMode::default() };
+    let other_consistencies = [Consistency::None, Consistency::HashTable, Consistency::Beamer];
+    let modes = other_consistencies.map(|consistency| ServiceMode { consistency, ..ServiceMode::default() });
+    for mode in modes.into_iter().chain([timestamps_off_mode]) {
+        let (balancer, ids) = balancer_with_servers(mode);
+        let frame =
+            icmp_error(3, &packet_to_quote(aligned_timestamp_option(cookie_tsval(&balancer, ids[1]), 7), vec![]));
+        balancer.expect_broadcast_or_dropped(0, &frame, UNCHANGED_IDENTIFICATION, "drop_broadcast_rate_limited");
         // Only a connection with an entry in the flow table is found, not one that rule or bucket place.
-        let packet = Tcp { options: aligned_timestamp(1, 2), ..Tcp::new(CLIENT, VIP) };
-        balancer.run(&Tcp { flags: SYN, ..packet.clone() }.frame());
-        let destination = balancer.destination(&packet.frame());
-        let remembered = mode == off || mode.consistency == Consistency::HashTable;
-        if remembered {
-            let server = *ids.iter().find(|id| balancer.macs[&(0, **id)] == destination).unwrap();
+        let client_packet = TcpPacket { tcp_options: aligned_timestamp_option(1, 2), ..TcpPacket::new(CLIENT, VIP) };
+        balancer.run(&TcpPacket { flags: SYN, ..client_packet.clone() }.frame());
+        let destination = balancer.forwarded_to(&client_packet.frame());
+        let uses_flow_table = mode == timestamps_off_mode || mode.consistency == Consistency::HashTable;
+        if uses_flow_table {
+            let server = *ids.iter().find(|id| balancer.server_macs[&(0, **id)] == destination).unwrap();
             balancer.expect_sent_to(0, &frame, server, "icmp_error");
         } else {
-            balancer.expect_broadcast_or(0, &frame, UNCHANGED, "drop_broadcast_rate_limited");
+            balancer.expect_broadcast_or_dropped(0, &frame, UNCHANGED_IDENTIFICATION, "drop_broadcast_rate_limited");
         }
     }
 }
 
 #[test]
-fn errors_about_datagrams_follow_their_flow() {
+fn icmp_errors_about_datagrams_follow_their_flow() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(73, 0);
-    let udp = ServiceAddress { protocol: Protocol::Udp, ..service(VIP) };
+    let udp_address = ServiceAddress { protocol: Protocol::Udp, ..service_address(VIP) };
     for consistency in [Consistency::HashTable, Consistency::None] {
-        let mode = ServiceMode { consistency, ..ServiceMode::default_for(Protocol::Udp) };
-        let mut balancer = Balancer::with(&[(udp, mode)], Options::default(), &mut rng);
-        let ids = balancer.replace_servers(0, 5, &mut rng);
-        balancer.install(0, &random_table(PlacementRule::Table, 1, 1, &ids, &mut rng));
-        let frame = error(3, &packet_of(&Udp::new(VIP, CLIENT).frame()));
-        balancer.expect_broadcast_or(0, &frame, UNCHANGED, "drop_broadcast_rate_limited");
-        let destination = balancer.destination(&Udp::new(CLIENT, VIP).frame());
+        let mode = ServiceMode { consistency, ..ServiceMode::default_for_protocol(Protocol::Udp) };
+        let mut balancer = Balancer::with_model(&[(udp_address, mode)], Options::default(), &mut rng);
+        let server_ids = balancer.replace_servers(0, 5, &mut rng);
+        balancer.install_table(0, &random_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng));
+        let frame = icmp_error(3, &ip_packet_of(&UdpDatagram::new(VIP, CLIENT).frame()));
+        balancer.expect_broadcast_or_dropped(0, &frame, UNCHANGED_IDENTIFICATION, "drop_broadcast_rate_limited");
+        let destination = balancer.forwarded_to(&UdpDatagram::new(CLIENT, VIP).frame());
         if consistency == Consistency::HashTable {
-            let server = *ids.iter().find(|id| balancer.macs[&(0, **id)] == destination).unwrap();
+            let server = *server_ids.iter().find(|id| balancer.server_macs[&(0, **id)] == destination).unwrap();
             balancer.expect_sent_to(0, &frame, server, "icmp_error");
         } else {
-            balancer.expect_broadcast_or(0, &frame, UNCHANGED, "drop_broadcast_rate_limited");
+            balancer.expect_broadcast_or_dropped(0, &frame, UNCHANGED_IDENTIFICATION, "drop_broadcast_rate_limited");
         }
         // The same port of TCP is no service.
-        balancer.expect_passed(&error(3, &answer(vec![], vec![])));
+        balancer.expect_passed_uncounted(&icmp_error(3, &packet_to_quote(vec![], vec![])));
     }
 }
 
 #[test]
-fn icmp_error_of_no_service_passes() {
+fn icmp_error_of_no_service_passes_unchanged() {
     skip_if!(missing_bpf_rights());
-    let (balancer, ids) = balancer(ServiceMode::default());
-    let quoted = answer(aligned_timestamp(stamped(&balancer, ids[0]), 7), vec![]);
-    let good = error(3, &quoted);
-    balancer.expect_sent_to(0, &good, ids[0], "icmp_error");
-    let with = |offset: usize, bytes: &[u8]| {
-        let mut frame = good.clone();
+    let (balancer, ids) = balancer_with_servers(ServiceMode::default());
+    let quoted_packet = packet_to_quote(aligned_timestamp_option(cookie_tsval(&balancer, ids[0]), 7), vec![]);
+    let valid_frame = icmp_error(3, &quoted_packet);
+    balancer.expect_sent_to(0, &valid_frame, ids[0], "icmp_error");
+    let changed_frame = |offset: usize, bytes: &[u8]| {
+        let mut frame = valid_frame.clone();
         frame[offset..offset + bytes.len()].copy_from_slice(bytes);
         frame
     };
-    let mut others = vec![
-        ("about another address", with(QUOTE + 12, &[10, 200, 0, 2])),
-        ("about another port", with(QUOTE + 20, &[0, 81])),
-        ("about another protocol", with(QUOTE + 9, &[47])),
-        ("about UDP", with(QUOTE + 9, &[17])),
-        ("about a later fragment", with(QUOTE + 6, &[0, 1])),
-        ("to another address", with(IP + 16, &[10, 200, 0, 2])),
-        ("a fragment itself", with(IP + 6, &[0x20, 0])),
-        ("a later fragment itself", with(IP + 6, &[0, 3])),
+    let mut passed_frames = vec![
+        ("about another address", changed_frame(QUOTE_OFFSET + 12, &[10, 200, 0, 2])),
+        ("about another port", changed_frame(QUOTE_OFFSET + 20, &[0, 81])),
+        ("about another protocol", changed_frame(QUOTE_OFFSET + 9, &[47])),
+        ("about UDP", changed_frame(QUOTE_OFFSET + 9, &[17])),
+        ("about a later fragment", changed_frame(QUOTE_OFFSET + 6, &[0, 1])),
+        ("to another address", changed_frame(IP + 16, &[10, 200, 0, 2])),
+        ("a fragment itself", changed_frame(IP + 6, &[0x20, 0])),
+        ("a later fragment itself", changed_frame(IP + 6, &[0, 3])),
     ];
     // An error about a first fragment, which has the ports, is forwarded.
-    balancer.expect_sent_to(0, &with(QUOTE + 6, &[0x20, 0]), ids[0], "icmp_error");
-    others.extend(
-        (0..=255u8).filter(|kind| ![3, 11, 12].contains(kind)).map(|kind| ("another type", with(ICMP, &[kind]))),
+    balancer.expect_sent_to(0, &changed_frame(QUOTE_OFFSET + 6, &[0x20, 0]), ids[0], "icmp_error");
+    passed_frames.extend(
+        (0..=255u8)
+            .filter(|kind| ![3, 11, 12].contains(kind))
+            .map(|kind| ("another type", changed_frame(ICMP_OFFSET, &[kind]))),
     );
-    for (what, frame) in others {
+    for (what, frame) in passed_frames {
         println!("{what}");
-        balancer.expect_passed(&frame);
+        balancer.expect_passed_uncounted(&frame);
     }
 }
 
 #[test]
 fn malformed_icmp_errors_are_dropped_with_a_reason() {
     skip_if!(missing_bpf_rights());
-    let (balancer, ids) = balancer(ServiceMode::default());
-    let quoted = answer(aligned_timestamp(stamped(&balancer, ids[0]), 7), vec![]);
-    let good = error(3, &quoted);
+    let (balancer, ids) = balancer_with_servers(ServiceMode::default());
+    let quoted_packet = packet_to_quote(aligned_timestamp_option(cookie_tsval(&balancer, ids[0]), 7), vec![]);
+    let valid_frame = icmp_error(3, &quoted_packet);
     let mut rng = seeded_rng(74, 0);
     // The outer IP packet ends before the quote has 8 bytes after its IP header.
     for total in 0..20 + 8 + 28u16 {
-        let mut frame = good.clone();
+        let mut frame = valid_frame.clone();
         frame[IP + 2..IP + 4].copy_from_slice(&total.to_be_bytes());
-        let name = if total < 20 { "drop_malformed_ipv4" } else { "drop_malformed_icmp" };
-        balancer.expect_without_service(&frame, XDP_DROP, name);
+        let drop_counter = if total < 20 { "drop_malformed_ipv4" } else { "drop_malformed_icmp" };
+        balancer.expect_unforwarded_without_service(&frame, XDP_DROP, drop_counter);
     }
-    for cut in IP + 20..good.len() {
-        balancer.expect_without_service(&good[..cut], XDP_DROP, "drop_malformed_ipv4");
+    for cut in IP + 20..valid_frame.len() {
+        balancer.expect_unforwarded_without_service(&valid_frame[..cut], XDP_DROP, "drop_malformed_ipv4");
     }
     for version_and_length in (0..=255u8).filter(|byte| *byte != 0x45) {
-        let mut frame = good.clone();
-        frame[QUOTE] = version_and_length;
-        let words = usize::from(version_and_length & 0xf);
-        if version_and_length >> 4 != 4 || words < 5 {
-            balancer.expect_without_service(&frame, XDP_DROP, "drop_malformed_icmp");
+        let mut frame = valid_frame.clone();
+        frame[QUOTE_OFFSET] = version_and_length;
+        let header_words = usize::from(version_and_length & 0xf);
+        if version_and_length >> 4 != 4 || header_words < 5 {
+            balancer.expect_unforwarded_without_service(&frame, XDP_DROP, "drop_malformed_icmp");
         } else {
             // The longer IP header covers the ports, so no service is found.
-            balancer.expect_passed(&frame);
+            balancer.expect_passed_uncounted(&frame);
         }
     }
     // The quoted IP header is longer than the quote.
-    let short = &answer(vec![], vec![])[..28];
-    let mut frame = error(3, short);
-    frame[QUOTE] = 0x46;
-    balancer.expect_without_service(&frame, XDP_DROP, "drop_malformed_icmp");
+    let short_quote = &packet_to_quote(vec![], vec![])[..28];
+    let mut frame = icmp_error(3, short_quote);
+    frame[QUOTE_OFFSET] = 0x46;
+    balancer.expect_unforwarded_without_service(&frame, XDP_DROP, "drop_malformed_icmp");
     // Random bytes in the quote have exactly one outcome, and the program does not change them.
     for _ in 0..5_000 {
-        let mut frame = good.clone();
+        let mut frame = valid_frame.clone();
         for _ in 0..=uniform_below(&mut rng, 4) {
-            let offset = ICMP + uniform_below(&mut rng, (frame.len() - ICMP) as u32) as usize;
-            frame[offset] = rng.next_u32() as u8;
+            let changed_offset = ICMP_OFFSET + uniform_below(&mut rng, (frame.len() - ICMP_OFFSET) as u32) as usize;
+            frame[changed_offset] = rng.next_u32() as u8;
         }
         let (_, after) = balancer.run(&frame);
         assert_eq!(after[12..], frame[12..]);
     }
-    let internal = coreward_intf::LB_COUNTER_DROP_INTERNAL as usize;
-    assert_eq!(balancer.lb.counters(balancer.services[0]).packets[internal], 0);
+    let internal_drop_counter = coreward_intf::LB_COUNTER_DROP_INTERNAL as usize;
+    assert_eq!(balancer.lb.service_counters(balancer.service_indexes[0]).packets_by_outcome[internal_drop_counter], 0);
 }

@@ -7,78 +7,97 @@ use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 use coreward_model::connection_table::TableSize;
 use coreward_model::consistency::{Consistency, ServiceMigration, ServiceMode};
-use coreward_model::cookie::{self, Cookie, FleetKeys, KeyIndex};
+use coreward_model::cookie::{self, Cookie, FleetCookieKeys, KeyIndex};
 use coreward_model::placement::{PlacementRule, PlacementState};
 use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use rand::Rng as _;
 
-use crate::support::balancer::{Balancer, Identification, XDP_DROP, id, previous_server, random_table, service};
-use crate::support::stateful::{STATEFUL, number_of, own_number};
+use crate::support::balancer::{
+    Balancer, ExpectedIdentification, XDP_DROP, id, previous_server, random_table, service_address,
+};
+use crate::support::stateful::{STATEFUL_MODE, cookie_index_of, own_owner_number};
 use crate::support::{
-    self, ACK, FIN, RST, SYN, Tcp, aligned_timestamp, ipv6_frame, missing_bpf_rights, skip_if, timestamp,
+    self, ACK, FIN, RST, SYN, TcpPacket, aligned_timestamp_option, ipv6_frame, missing_bpf_rights, skip_if,
+    timestamp_option,
 };
 
 const VIP: (Ipv6Addr, u16) = (Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0xc8, 1), 80);
 const IPV4_VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 
-fn client(rng: &mut impl rand::Rng) -> (Ipv6Addr, u16) {
+fn random_client(rng: &mut impl rand::Rng) -> (Ipv6Addr, u16) {
     (Ipv6Addr::from(u128::from(rng.next_u64()) << 64 | u128::from(rng.next_u64())), rng.next_u32() as u16)
 }
 
-fn tuple(client: (Ipv6Addr, u16)) -> FourTuple {
+fn tuple_to_vip(client: (Ipv6Addr, u16)) -> FourTuple {
     FourTuple::ipv6(client, VIP)
 }
 
 /// Returns a frame from the client with a TCP segment after these extension headers.
-fn frame_behind(headers: &[(u8, Vec<u8>)], client: (Ipv6Addr, u16), flags: u8, options: Vec<u8>) -> Vec<u8> {
-    let ports_of = ((Ipv4Addr::UNSPECIFIED, client.1), (Ipv4Addr::UNSPECIFIED, VIP.1));
-    Tcp { flags, options, ..Tcp::new(ports_of.0, ports_of.1) }.ipv6_frame(client.0, VIP.0, headers)
+fn frame_with_extension_headers(
+    headers: &[(u8, Vec<u8>)],
+    client: (Ipv6Addr, u16),
+    flags: u8,
+    options: Vec<u8>,
+) -> Vec<u8> {
+    let ipv4_endpoints_with_ports = ((Ipv4Addr::UNSPECIFIED, client.1), (Ipv4Addr::UNSPECIFIED, VIP.1));
+    TcpPacket {
+        flags,
+        tcp_options: options,
+        ..TcpPacket::new(ipv4_endpoints_with_ports.0, ipv4_endpoints_with_ports.1)
+    }
+    .to_ipv6_frame(client.0, VIP.0, headers)
 }
 
-fn frame(client: (Ipv6Addr, u16), flags: u8, options: Vec<u8>) -> Vec<u8> {
-    frame_behind(&[], client, flags, options)
+fn client_frame(client: (Ipv6Addr, u16), flags: u8, options: Vec<u8>) -> Vec<u8> {
+    frame_with_extension_headers(&[], client, flags, options)
 }
 
-fn syn(client: (Ipv6Addr, u16)) -> Vec<u8> {
-    frame(client, SYN, [&[2, 4, 5, 0xa0, 4, 2][..], &timestamp(77, 0), &[1, 3, 3, 7]].concat())
+fn syn_frame(client: (Ipv6Addr, u16)) -> Vec<u8> {
+    client_frame(client, SYN, [&[2, 4, 5, 0xa0, 4, 2][..], &timestamp_option(77, 0), &[1, 3, 3, 7]].concat())
 }
 
 /// Returns a balancer with an IPv6 and an IPv4 service; service 0 has the IPv6 VIP.
-fn balancer(rng: &mut impl rand::Rng) -> Balancer {
-    let services = [service(VIP), service(IPV4_VIP)].map(|service| (service, ServiceMode::default()));
-    Balancer::with(&services, Options::default(), rng)
+fn dual_stack_balancer(rng: &mut impl rand::Rng) -> Balancer {
+    let services = [service_address(VIP), service_address(IPV4_VIP)].map(|service| (service, ServiceMode::default()));
+    Balancer::with_model(&services, Options::default(), rng)
 }
 
 /// Returns lists of extension headers, each of which the program skips to find the TCP header.
-fn extension_headers() -> [Vec<(u8, Vec<u8>)>; 4] {
-    let options = |number| (number, vec![0, 0, 1, 4, 0, 0, 0, 0]);
+fn skippable_extension_headers() -> [Vec<(u8, Vec<u8>)>; 4] {
+    let options_header = |number| (number, vec![0, 0, 1, 4, 0, 0, 0, 0]);
     // An atomic fragment, which is the whole packet (RFC 6946), and an authentication header of 24 bytes.
-    let atomic = (44, vec![0, 0, 0, 0, 1, 2, 3, 4]);
-    let authentication = (51, [&[0, 4][..], &[0; 22]].concat());
-    [vec![options(0)], vec![options(60)], vec![options(0), options(43), atomic], vec![authentication]]
+    let atomic_fragment_header = (44, vec![0, 0, 0, 0, 1, 2, 3, 4]);
+    let authentication_header = (51, [&[0, 4][..], &[0; 22]].concat());
+    [
+        vec![options_header(0)],
+        vec![options_header(60)],
+        vec![options_header(0), options_header(43), atomic_fragment_header],
+        vec![authentication_header],
+    ]
 }
 
 #[test]
 fn ipv6_new_connections_go_to_the_models_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(61, 0);
-    let mut balancer = balancer(&mut rng);
+    let mut balancer = dual_stack_balancer(&mut rng);
     // Rules in the outer loop, because another rule needs another variant of the program.
     for rule in PlacementRule::ALL {
         for (generation, groups) in [1, 2, 4].into_iter().enumerate() {
-            let ids = balancer.replace_servers(0, 30, &mut rng);
-            let table = random_table(rule, generation as u64 + 1, groups, &ids, &mut rng);
-            let mut state = PlacementState::for_table(&table);
-            state.round_robin_counter = balancer.turns;
-            balancer.install(0, &table);
+            let server_ids = balancer.replace_servers(0, 30, &mut rng);
+            let table = random_table(rule, generation as u64 + 1, groups, &server_ids, &mut rng);
+            let mut placement_state = PlacementState::for_table(&table);
+            placement_state.round_robin_counter = balancer.round_robin_count;
+            balancer.install_table(0, &table);
             for _ in 0..200 {
-                let client = client(&mut rng);
-                let chosen = table.choose(&mut state, &tuple(client)).expect("there are members");
-                balancer.expect_sent_to(0, &syn(client), chosen, "new_connection");
+                let client = random_client(&mut rng);
+                let chosen_server =
+                    table.select_server(&mut placement_state, &tuple_to_vip(client)).expect("there are members");
+                balancer.expect_sent_to(0, &syn_frame(client), chosen_server, "new_connection");
             }
-            balancer.turns = state.round_robin_counter;
+            balancer.round_robin_count = placement_state.round_robin_counter;
         }
     }
 }
@@ -87,44 +106,49 @@ fn ipv6_new_connections_go_to_the_models_server() {
 fn ipv6_established_packets_follow_the_cookie() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(62, 0);
-    let mut balancer = balancer(&mut rng);
-    let ids = balancer.replace_servers(0, 300, &mut rng);
+    let mut balancer = dual_stack_balancer(&mut rng);
+    let server_ids = balancer.replace_servers(0, 300, &mut rng);
     for round in 0..1000 {
         if round % 250 == 0 {
-            balancer.new_keys(&mut rng);
+            balancer.set_random_keys(&mut rng);
         }
-        let client = client(&mut rng);
-        let server = ids[uniform_below(&mut rng, ids.len() as u32) as usize];
-        let current = if rng.next_u32() & 1 == 0 { KeyIndex::First } else { KeyIndex::Second };
-        let keys = FleetKeys { current, ..balancer.keys };
-        let tsecr =
-            cookie::stamp_tsval(&keys, &support::TIME_KEY, &tuple(client), Cookie::Server(server), rng.next_u32());
-        let odd = [&[1][..], &timestamp(1, tsecr), &[0]].concat();
+        let client = random_client(&mut rng);
+        let server = server_ids[uniform_below(&mut rng, server_ids.len() as u32) as usize];
+        let current_key = if rng.next_u32() & 1 == 0 { KeyIndex::First } else { KeyIndex::Second };
+        let keys = FleetCookieKeys { current: current_key, ..balancer.fleet_keys };
+        let tsecr = cookie::stamp_tsval(
+            &keys,
+            &support::FOREIGN_TIME_KEY,
+            &tuple_to_vip(client),
+            Cookie::Server(server),
+            rng.next_u32(),
+        );
+        let unaligned_timestamp = [&[1][..], &timestamp_option(1, tsecr), &[0]].concat();
         let flags = [ACK, ACK | FIN, ACK | RST, RST][uniform_below(&mut rng, 4) as usize];
-        for options in [aligned_timestamp(1, tsecr), odd] {
-            balancer.expect_sent_to(0, &frame(client, flags, options.clone()), server, "established");
-            for headers in extension_headers() {
-                let behind = frame_behind(&headers, client, flags, options.clone());
-                balancer.expect_sent_to(0, &behind, server, "established");
+        for options in [aligned_timestamp_option(1, tsecr), unaligned_timestamp] {
+            balancer.expect_sent_to(0, &client_frame(client, flags, options.clone()), server, "established");
+            for headers in skippable_extension_headers() {
+                let frame_after_headers = frame_with_extension_headers(&headers, client, flags, options.clone());
+                balancer.expect_sent_to(0, &frame_after_headers, server, "established");
             }
         }
     }
 }
 
 #[test]
-fn ipv6_without_timestamps_stays_and_names_the_previous_server() {
+fn ipv6_connection_without_timestamps_stays_and_names_the_previous_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(63, 0);
-    let mut balancer = balancer(&mut rng);
-    let ids = balancer.replace_servers(0, 7, &mut rng);
-    let table = random_table(PlacementRule::Table, 1, 2, &ids, &mut rng);
-    balancer.install(0, &table);
+    let mut balancer = dual_stack_balancer(&mut rng);
+    let server_ids = balancer.replace_servers(0, 7, &mut rng);
+    let table = random_table(PlacementRule::Table, 1, 2, &server_ids, &mut rng);
+    balancer.install_table(0, &table);
     for _ in 0..300 {
-        let client = client(&mut rng);
-        let chosen = table.choose_consistent(&tuple(client)).expect("one per bucket");
-        let previous = Identification::Before(previous_server(&table, &tuple(client)));
+        let client = random_client(&mut rng);
+        let chosen_server = table.consistent_server(&tuple_to_vip(client)).expect("one per bucket");
+        let names_previous = ExpectedIdentification::PreviousServer(previous_server(&table, &tuple_to_vip(client)));
         for (flags, name) in [(SYN, "bucket_hash"), (ACK, "bucket_hash"), (ACK | FIN, "flow_table")] {
-            balancer.expect_sent(0, &frame(client, flags, vec![]), chosen, previous, name);
+            balancer.expect_sent_with(0, &client_frame(client, flags, vec![]), chosen_server, names_previous, name);
         }
     }
 }
@@ -133,99 +157,120 @@ fn ipv6_without_timestamps_stays_and_names_the_previous_server() {
 fn dual_stack_balancer_separates_families() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(64, 0);
-    let mut balancer = balancer(&mut rng);
+    let mut balancer = dual_stack_balancer(&mut rng);
     let (ipv6, ipv4) = (balancer.replace_servers(0, 1, &mut rng), balancer.replace_servers(1, 1, &mut rng));
-    balancer.install(0, &random_table(PlacementRule::Table, 1, 1, &ipv6, &mut rng));
-    balancer.install(1, &random_table(PlacementRule::Table, 1, 1, &ipv4, &mut rng));
-    balancer.expect_sent_to(0, &syn(client(&mut rng)), ipv6[0], "new_connection");
-    let of_ipv4 = Tcp { flags: SYN, options: timestamp(1, 0), ..Tcp::new((Ipv4Addr::new(10, 1, 0, 7), 1), IPV4_VIP) };
-    balancer.expect_sent_to(1, &of_ipv4.frame(), ipv4[0], "new_connection");
+    balancer.install_table(0, &random_table(PlacementRule::Table, 1, 1, &ipv6, &mut rng));
+    balancer.install_table(1, &random_table(PlacementRule::Table, 1, 1, &ipv4, &mut rng));
+    balancer.expect_sent_to(0, &syn_frame(random_client(&mut rng)), ipv6[0], "new_connection");
+    let ipv4_syn = TcpPacket {
+        flags: SYN,
+        tcp_options: timestamp_option(1, 0),
+        ..TcpPacket::new((Ipv4Addr::new(10, 1, 0, 7), 1), IPV4_VIP)
+    };
+    balancer.expect_sent_to(1, &ipv4_syn.frame(), ipv4[0], "new_connection");
 }
 
 #[test]
 fn malformed_ipv6_is_counted_and_foreign_packets_pass() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(65, 0);
-    let mut balancer = balancer(&mut rng);
-    let ids = balancer.replace_servers(0, 3, &mut rng);
-    balancer.install(0, &random_table(PlacementRule::Table, 1, 1, &ids, &mut rng));
-    let client = client(&mut rng);
-    let whole = syn(client);
-    let with = |at: usize, bytes: &[u8]| {
-        let mut frame = whole.clone();
+    let mut balancer = dual_stack_balancer(&mut rng);
+    let server_ids = balancer.replace_servers(0, 3, &mut rng);
+    balancer.install_table(0, &random_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng));
+    let client = random_client(&mut rng);
+    let valid_frame = syn_frame(client);
+    let changed_frame = |at: usize, bytes: &[u8]| {
+        let mut frame = valid_frame.clone();
         frame[at..at + bytes.len()].copy_from_slice(bytes);
         frame
     };
-    let drop = |frame: &[u8], name| balancer.expect_without_service(frame, XDP_DROP, name);
-    drop(&with(14, &[0x50]), "drop_malformed_ipv6");
-    drop(&with(18, &[0x7f, 0xff]), "drop_malformed_ipv6");
+    let expect_drop = |frame: &[u8], name| balancer.expect_unforwarded_without_service(frame, XDP_DROP, name);
+    expect_drop(&changed_frame(14, &[0x50]), "drop_malformed_ipv6");
+    expect_drop(&changed_frame(18, &[0x7f, 0xff]), "drop_malformed_ipv6");
     // The chain of extension headers ends beyond the packet, or beyond the bytes that the program reads.
-    drop(&ipv6_frame([client.0, VIP.0], &[(0, vec![0, 0])], 6, &[]), "drop_malformed_ipv6");
+    expect_drop(&ipv6_frame([client.0, VIP.0], &[(0, vec![0, 0])], 6, &[]), "drop_malformed_ipv6");
     // The header of a later fragment ends after the packet, in the frame's padding.
-    let mut fragment = ipv6_frame([client.0, VIP.0], &[(44, vec![0, 0, 0, 8, 0, 0, 0, 7])], 17, &[0; 8]);
-    fragment[18..20].copy_from_slice(&7u16.to_be_bytes());
-    drop(&fragment, "drop_malformed_ipv6");
-    let long = (60, [&[0, 9][..], &[0; 78]].concat());
-    drop(&frame_behind(&[long], client, ACK, vec![]), "drop_extension_headers");
+    let mut later_fragment = ipv6_frame([client.0, VIP.0], &[(44, vec![0, 0, 0, 8, 0, 0, 0, 7])], 17, &[0; 8]);
+    later_fragment[18..20].copy_from_slice(&7u16.to_be_bytes());
+    expect_drop(&later_fragment, "drop_malformed_ipv6");
+    let long_options_header = (60, [&[0, 9][..], &[0; 78]].concat());
+    expect_drop(&frame_with_extension_headers(&[long_options_header], client, ACK, vec![]), "drop_extension_headers");
     // The program skips six extension headers; a seventh counts as an unknown protocol.
-    let option = |number| (number, vec![0, 0, 1, 4, 0, 0, 0, 0]);
-    balancer.expect_passed(&frame_behind(&[0, 60, 43, 60, 60, 60, 60].map(option), client, ACK, vec![]));
-    let fragment = (44, vec![0, 0, 0, 1, 1, 2, 3, 4]);
-    drop(&frame_behind(&[fragment], client, ACK, vec![]), "drop_fragment");
-    balancer.expect(&with(54 + 12, &[0x40]), XDP_DROP, 0, "drop_malformed_tcp");
-    balancer.expect(&with(54 + 13, &[SYN | FIN]), XDP_DROP, 0, "drop_malformed_tcp");
+    let options_header = |number| (number, vec![0, 0, 1, 4, 0, 0, 0, 0]);
+    balancer.expect_passed_uncounted(&frame_with_extension_headers(
+        &[0, 60, 43, 60, 60, 60, 60].map(options_header),
+        client,
+        ACK,
+        vec![],
+    ));
+    let fragment_header = (44, vec![0, 0, 0, 1, 1, 2, 3, 4]);
+    expect_drop(&frame_with_extension_headers(&[fragment_header], client, ACK, vec![]), "drop_fragment");
+    balancer.expect_unforwarded(&changed_frame(54 + 12, &[0x40]), XDP_DROP, 0, "drop_malformed_tcp");
+    balancer.expect_unforwarded(&changed_frame(54 + 13, &[SYN | FIN]), XDP_DROP, 0, "drop_malformed_tcp");
     // Packets for the kernel: another VIP, another port, a multicast MAC address, an echo request.
-    balancer.expect_passed(&with(39, &[7]));
-    balancer.expect_passed(&with(56, &[7]));
-    balancer.expect_passed(&with(0, &[0x33, 0x33]));
-    balancer.expect_passed(&ipv6_frame([client.0, VIP.0], &[], 58, &[128, 0, 0, 0, 0, 0, 0, 0]));
+    balancer.expect_passed_uncounted(&changed_frame(39, &[7]));
+    balancer.expect_passed_uncounted(&changed_frame(56, &[7]));
+    balancer.expect_passed_uncounted(&changed_frame(0, &[0x33, 0x33]));
+    balancer.expect_passed_uncounted(&ipv6_frame([client.0, VIP.0], &[], 58, &[128, 0, 0, 0, 0, 0, 0, 0]));
 }
 
 /// Returns an ICMPv6 error from `router` to the VIP that quotes `quoted` bytes of a packet from the VIP.
-fn error(kind: u8, router: Ipv6Addr, client: (Ipv6Addr, u16), options: Vec<u8>, quoted: usize) -> Vec<u8> {
-    let ports = ((Ipv4Addr::UNSPECIFIED, VIP.1), (Ipv4Addr::UNSPECIFIED, client.1));
-    let segment = Tcp { options, ..Tcp::new(ports.0, ports.1) }.ipv6_frame(VIP.0, client.0, &[]);
-    let quote = &segment[14..];
-    let icmp = [&[kind, 0, 0, 0, 0, 0, 5, 0][..], &quote[..quoted.min(quote.len())]].concat();
-    ipv6_frame([router, VIP.0], &[], 58, &icmp)
+fn icmpv6_error(kind: u8, router: Ipv6Addr, client: (Ipv6Addr, u16), options: Vec<u8>, quoted: usize) -> Vec<u8> {
+    let ipv4_endpoints_with_ports = ((Ipv4Addr::UNSPECIFIED, VIP.1), (Ipv4Addr::UNSPECIFIED, client.1));
+    let segment =
+        TcpPacket { tcp_options: options, ..TcpPacket::new(ipv4_endpoints_with_ports.0, ipv4_endpoints_with_ports.1) }
+            .to_ipv6_frame(VIP.0, client.0, &[]);
+    let quoted_packet = &segment[14..];
+    let icmp_message = [&[kind, 0, 0, 0, 0, 0, 5, 0][..], &quoted_packet[..quoted.min(quoted_packet.len())]].concat();
+    ipv6_frame([router, VIP.0], &[], 58, &icmp_message)
 }
 
 #[test]
 fn icmpv6_errors_reach_the_server_that_the_quoted_timestamp_names() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(68, 0);
-    let mut balancer = balancer(&mut rng);
-    let ids = balancer.replace_servers(0, 300, &mut rng);
+    let mut balancer = dual_stack_balancer(&mut rng);
+    let server_ids = balancer.replace_servers(0, 300, &mut rng);
     let router = Ipv6Addr::new(0x2001, 0xdb8, 1, 0, 0, 0, 0, 1);
     for kind in 1..=4 {
-        let client = client(&mut rng);
-        let server = ids[uniform_below(&mut rng, 300) as usize];
-        let value = cookie::stamp_tsval(
-            &balancer.keys,
-            &support::TIME_KEY,
-            &tuple(client),
+        let client = random_client(&mut rng);
+        let server = server_ids[uniform_below(&mut rng, 300) as usize];
+        let cookie_value = cookie::stamp_tsval(
+            &balancer.fleet_keys,
+            &support::FOREIGN_TIME_KEY,
+            &tuple_to_vip(client),
             Cookie::Server(server),
             rng.next_u32(),
         );
-        let whole = error(kind, router, client, aligned_timestamp(value, 7), usize::MAX);
-        balancer.expect_sent_to(0, &whole, server, "icmp_error");
+        let error_with_complete_quote =
+            icmpv6_error(kind, router, client, aligned_timestamp_option(cookie_value, 7), usize::MAX);
+        balancer.expect_sent_to(0, &error_with_complete_quote, server, "icmp_error");
         // An error whose quote lacks the timestamp is broadcast.
-        let short = error(kind, router, client, aligned_timestamp(value, 7), 48);
-        balancer.expect_broadcast_or(0, &short, Identification::Unchanged, "drop_broadcast_rate_limited");
+        let error_with_short_quote = icmpv6_error(kind, router, client, aligned_timestamp_option(cookie_value, 7), 48);
+        balancer.expect_broadcast_or_dropped(
+            0,
+            &error_with_short_quote,
+            ExpectedIdentification::Unchanged,
+            "drop_broadcast_rate_limited",
+        );
     }
-    let whole = error(2, router, client(&mut rng), vec![], usize::MAX);
-    balancer.expect_without_service(&error(2, router, client(&mut rng), vec![], 47), XDP_DROP, "drop_malformed_icmp");
+    let error_without_cookie = icmpv6_error(2, router, random_client(&mut rng), vec![], usize::MAX);
+    balancer.expect_unforwarded_without_service(
+        &icmpv6_error(2, router, random_client(&mut rng), vec![], 47),
+        XDP_DROP,
+        "drop_malformed_icmp",
+    );
     // Messages for the kernel: an echo request, a quote from another VIP, a quote with extension headers.
-    let with = |at: usize, byte: u8| {
-        let mut frame = whole.clone();
+    let changed_frame = |at: usize, byte: u8| {
+        let mut frame = error_without_cookie.clone();
         frame[at] = byte;
         frame
     };
-    balancer.expect_passed(&with(54, 128));
-    balancer.expect_passed(&with(62 + 8 + 15, 99));
-    balancer.expect_passed(&with(62 + 6, 60));
-    balancer.expect_without_service(&with(62, 0x40), XDP_DROP, "drop_malformed_icmp");
-    balancer.expect_without_service(&with(18, 0x40), XDP_DROP, "drop_malformed_ipv6");
+    balancer.expect_passed_uncounted(&changed_frame(54, 128));
+    balancer.expect_passed_uncounted(&changed_frame(62 + 8 + 15, 99));
+    balancer.expect_passed_uncounted(&changed_frame(62 + 6, 60));
+    balancer.expect_unforwarded_without_service(&changed_frame(62, 0x40), XDP_DROP, "drop_malformed_icmp");
+    balancer.expect_unforwarded_without_service(&changed_frame(18, 0x40), XDP_DROP, "drop_malformed_ipv6");
 }
 
 #[test]
@@ -233,48 +278,58 @@ fn ipv6_stateful_connections_find_their_entry() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(69, 0);
     let options = Options { connection_table_size: TableSize::try_from(4096).unwrap(), ..Options::default() };
-    let mut balancer = Balancer::with(&[(service(VIP), STATEFUL)], options, &mut rng);
-    let ids = balancer.replace_servers(0, 9, &mut rng);
-    balancer.install(0, &random_table(PlacementRule::RoundRobin, 1, 1, &ids, &mut rng));
-    balancer.lb.set_owner_number(Some(own_number()));
+    let mut balancer = Balancer::with_model(&[(service_address(VIP), STATEFUL_MODE)], options, &mut rng);
+    let server_ids = balancer.replace_servers(0, 9, &mut rng);
+    balancer.install_table(0, &random_table(PlacementRule::RoundRobin, 1, 1, &server_ids, &mut rng));
+    balancer.lb.set_owner_number(Some(own_owner_number()));
     for _ in 0..300 {
-        let client = client(&mut rng);
-        let (_, sent) = balancer.run_expecting_counter(&syn(client), Some(0), "new_connection");
-        let number = number_of(&sent).expect("an entry");
-        let mut found = balancer.lb.connections(balancer.services[0]).filter(|entry| entry.client == client.into());
-        let server = found.next().expect("an entry of that client").identity.server;
-        drop(found);
+        let client = random_client(&mut rng);
+        let (_, sent) = balancer.run_expecting_counter(&syn_frame(client), Some(0), "new_connection");
+        let cookie_index = cookie_index_of(&sent).expect("an entry");
+        let mut client_entries =
+            balancer.lb.connections(balancer.service_indexes[0]).filter(|entry| entry.client == client.into());
+        let server = client_entries.next().expect("an entry of that client").identity.server;
+        drop(client_entries);
         // The retransmitted SYN, and packets on the fast and the slow path.
-        let (_, again) = balancer.run_expecting_counter(&syn(client), Some(0), "new_connection");
-        assert_eq!((&sent[..6], number_of(&again)), (&balancer.macs[&(0, server)].0[..], Some(number)));
-        let stamped = Cookie::TableIndex(number);
-        let tsecr = cookie::stamp_tsval(&balancer.keys, &support::TIME_KEY, &tuple(client), stamped, 4711);
+        let (_, again) = balancer.run_expecting_counter(&syn_frame(client), Some(0), "new_connection");
+        assert_eq!(
+            (&sent[..6], cookie_index_of(&again)),
+            (&balancer.server_macs[&(0, server)].0[..], Some(cookie_index))
+        );
+        let table_cookie = Cookie::TableIndex(cookie_index);
+        let tsecr = cookie::stamp_tsval(
+            &balancer.fleet_keys,
+            &support::FOREIGN_TIME_KEY,
+            &tuple_to_vip(client),
+            table_cookie,
+            4711,
+        );
         for flags in [ACK, ACK | FIN] {
-            let packet = frame(client, flags, aligned_timestamp(1, tsecr));
+            let packet = client_frame(client, flags, aligned_timestamp_option(1, tsecr));
             balancer.expect_sent_to(0, &packet, server, "connection_table");
         }
     }
-    assert_eq!(balancer.lb.connections_in_use(), 300);
+    assert_eq!(balancer.lb.scan_used_entry_count(), 300);
 }
 
 /// All addresses of a /64 count as one source prefix.
 #[test]
-fn ipv6_prefix_holds_a_quarter_of_the_table_at_most() {
+fn ipv6_prefix_holds_at_most_a_quarter_of_the_table() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(70, 0);
     let options = Options { connection_table_size: TableSize::try_from(4096).unwrap(), ..Options::default() };
-    let mut balancer = Balancer::with(&[(service(VIP), STATEFUL)], options, &mut rng);
-    let ids = balancer.replace_servers(0, 9, &mut rng);
-    balancer.install(0, &random_table(PlacementRule::RoundRobin, 1, 1, &ids, &mut rng));
-    balancer.lb.set_owner_number(Some(own_number()));
-    balancer.lb.guard_connection_table();
+    let mut balancer = Balancer::with_model(&[(service_address(VIP), STATEFUL_MODE)], options, &mut rng);
+    let server_ids = balancer.replace_servers(0, 9, &mut rng);
+    balancer.install_table(0, &random_table(PlacementRule::RoundRobin, 1, 1, &server_ids, &mut rng));
+    balancer.lb.set_owner_number(Some(own_owner_number()));
+    balancer.lb.update_source_prefix_limit();
     for number in 0..2000u128 {
-        balancer.run(&syn((Ipv6Addr::from(0x2001_0db8 << 96 | number), 1024)));
+        balancer.run(&syn_frame((Ipv6Addr::from(0x2001_0db8 << 96 | number), 1024)));
     }
-    assert_eq!(balancer.lb.connections_in_use(), 1024, "a quarter of the table");
-    assert_eq!(balancer.events(0, "connection_source_limited"), 2000 - 1024);
-    balancer.run_expecting_counter(&syn((Ipv6Addr::from(0x2001_0db9 << 96), 1024)), Some(0), "new_connection");
-    assert_eq!(balancer.lb.connections_in_use(), 1025);
+    assert_eq!(balancer.lb.scan_used_entry_count(), 1024, "a quarter of the table");
+    assert_eq!(balancer.event_count(0, "connection_source_limited"), 2000 - 1024);
+    balancer.run_expecting_counter(&syn_frame((Ipv6Addr::from(0x2001_0db9 << 96), 1024)), Some(0), "new_connection");
+    assert_eq!(balancer.lb.scan_used_entry_count(), 1025);
 }
 
 /// Unknown packets go to the other load balancer, with a flow label that keeps servers from forwarding them. Packets to
@@ -283,34 +338,68 @@ fn ipv6_prefix_holds_a_quarter_of_the_table_at_most() {
 fn migrating_ipv6_service_forwards_unknown_packets() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(66, 0);
-    let other = id(intf::SERVER_ID_COUNT as u64 - 1);
-    let nobody = Identification::Before(None);
-    for transfer in [ServiceMigration::AdoptedFrom(other), ServiceMigration::HandedOverTo(other)] {
+    let other_load_balancer = id(intf::SERVER_ID_COUNT as u64 - 1);
+    let names_no_server = ExpectedIdentification::PreviousServer(None);
+    for transfer in
+        [ServiceMigration::AdoptedFrom(other_load_balancer), ServiceMigration::HandedOverTo(other_load_balancer)]
+    {
         let mode = ServiceMode { migration: Some(transfer), ..ServiceMode::default() };
-        let mut balancer = Balancer::with(&[(service(VIP), mode)], Options::default(), &mut rng);
-        let ids = balancer.replace_servers(0, 5, &mut rng);
-        let mac = MacAddress([2, 0, 0, 0, 0, 0x77]);
-        balancer.lb.set_server(balancer.services[0], other, Server { mac: Some(mac), is_eligible: false });
-        balancer.macs.insert((0, other), mac);
-        let table = random_table(PlacementRule::Table, 1, 1, &ids, &mut rng);
-        let mut state = PlacementState::for_table(&table);
-        balancer.install(0, &table);
+        let mut balancer = Balancer::with_model(&[(service_address(VIP), mode)], Options::default(), &mut rng);
+        let server_ids = balancer.replace_servers(0, 5, &mut rng);
+        let other_mac = MacAddress([2, 0, 0, 0, 0, 0x77]);
+        balancer.lb.set_server(
+            balancer.service_indexes[0],
+            other_load_balancer,
+            Server { mac: Some(other_mac), is_eligible: false },
+        );
+        balancer.server_macs.insert((0, other_load_balancer), other_mac);
+        let table = random_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng);
+        let mut placement_state = PlacementState::for_table(&table);
+        balancer.install_table(0, &table);
         for _ in 0..50 {
-            let client = client(&mut rng);
-            let chosen = table.choose(&mut state, &tuple(client)).expect("there are members");
-            let stamped = |server| {
+            let client = random_client(&mut rng);
+            let chosen_server =
+                table.select_server(&mut placement_state, &tuple_to_vip(client)).expect("there are members");
+            let frame_with_cookie = |server| {
                 let cookie = Cookie::Server(server);
-                aligned_timestamp(1, cookie::stamp_tsval(&balancer.keys, &support::TIME_KEY, &tuple(client), cookie, 5))
+                aligned_timestamp_option(
+                    1,
+                    cookie::stamp_tsval(
+                        &balancer.fleet_keys,
+                        &support::FOREIGN_TIME_KEY,
+                        &tuple_to_vip(client),
+                        cookie,
+                        5,
+                    ),
+                )
             };
-            if transfer == ServiceMigration::AdoptedFrom(other) {
-                balancer.expect_sent_to(0, &syn(client), chosen, "new_connection");
+            if transfer == ServiceMigration::AdoptedFrom(other_load_balancer) {
+                balancer.expect_sent_to(0, &syn_frame(client), chosen_server, "new_connection");
             } else {
-                balancer.expect_sent(0, &syn(client), other, nobody, "to_other_balancer");
+                balancer.expect_sent_with(
+                    0,
+                    &syn_frame(client),
+                    other_load_balancer,
+                    names_no_server,
+                    "to_other_balancer",
+                );
             }
-            let named = Identification::Before(Some(other));
-            balancer.expect_sent(0, &frame(client, ACK, stamped(chosen)), chosen, named, "established");
-            let unknown = (0..).map(id).find(|id| !ids.contains(id)).expect("five of 16,384 are known");
-            balancer.expect_sent(0, &frame(client, ACK, stamped(unknown)), other, nobody, "to_other_balancer");
+            let names_other_load_balancer = ExpectedIdentification::PreviousServer(Some(other_load_balancer));
+            balancer.expect_sent_with(
+                0,
+                &client_frame(client, ACK, frame_with_cookie(chosen_server)),
+                chosen_server,
+                names_other_load_balancer,
+                "established",
+            );
+            let unknown_server = (0..).map(id).find(|id| !server_ids.contains(id)).expect("five of 16,384 are known");
+            balancer.expect_sent_with(
+                0,
+                &client_frame(client, ACK, frame_with_cookie(unknown_server)),
+                other_load_balancer,
+                names_no_server,
+                "to_other_balancer",
+            );
         }
     }
 }
@@ -319,57 +408,64 @@ fn migrating_ipv6_service_forwards_unknown_packets() {
 fn ipv6_datagrams_keep_their_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(67, 0);
-    let service = ServiceAddress { socket: VIP.into(), protocol: Protocol::Udp };
+    let udp_service = ServiceAddress { socket: VIP.into(), protocol: Protocol::Udp };
     let mode = ServiceMode { consistency: Consistency::HashTable, ..ServiceMode::default() };
-    let mut balancer = Balancer::with(&[(service, mode)], Options::default(), &mut rng);
-    let ids = balancer.replace_servers(0, 20, &mut rng);
-    let datagram = |client: (Ipv6Addr, u16), length: u16| {
-        let header = [client.1, VIP.1, 8 + length, 0].map(u16::to_be_bytes).concat();
-        ipv6_frame([client.0, VIP.0], &[], 17, &[&header[..], b"datagram"].concat())
+    let mut balancer = Balancer::with_model(&[(udp_service, mode)], Options::default(), &mut rng);
+    let server_ids = balancer.replace_servers(0, 20, &mut rng);
+    let udp_frame = |client: (Ipv6Addr, u16), length: u16| {
+        let udp_header = [client.1, VIP.1, 8 + length, 0].map(u16::to_be_bytes).concat();
+        ipv6_frame([client.0, VIP.0], &[], 17, &[&udp_header[..], b"datagram"].concat())
     };
-    let mut placed: Vec<((Ipv6Addr, u16), ServerId)> = Vec::new();
+    let mut placed_clients: Vec<((Ipv6Addr, u16), ServerId)> = Vec::new();
     for generation in 1..3 {
-        let table = random_table(PlacementRule::Table, generation, 1, &ids, &mut rng);
-        let mut state = PlacementState::for_table(&table);
-        balancer.install(0, &table);
-        for (client, server) in &placed {
-            balancer.expect_sent_to(0, &datagram(*client, 8), *server, "flow_table");
+        let table = random_table(PlacementRule::Table, generation, 1, &server_ids, &mut rng);
+        let mut placement_state = PlacementState::for_table(&table);
+        balancer.install_table(0, &table);
+        for (client, server) in &placed_clients {
+            balancer.expect_sent_to(0, &udp_frame(*client, 8), *server, "flow_table");
         }
-        for client in std::iter::repeat_with(|| client(&mut rng)).take(200) {
-            let chosen = table.choose(&mut state, &tuple(client)).expect("there are members");
-            balancer.expect_sent_to(0, &datagram(client, 8), chosen, "new_connection");
-            placed.push((client, chosen));
+        for client in std::iter::repeat_with(|| random_client(&mut rng)).take(200) {
+            let chosen_server =
+                table.select_server(&mut placement_state, &tuple_to_vip(client)).expect("there are members");
+            balancer.expect_sent_to(0, &udp_frame(client, 8), chosen_server, "new_connection");
+            placed_clients.push((client, chosen_server));
         }
     }
-    let client = client(&mut rng);
-    balancer.expect(&datagram(client, 9), XDP_DROP, 0, "drop_malformed_udp");
+    let client = random_client(&mut rng);
+    balancer.expect_unforwarded(&udp_frame(client, 9), XDP_DROP, 0, "drop_malformed_udp");
 }
 
 #[test]
-fn ipv6_fragments_follow_the_first_one() {
+fn later_ipv6_fragments_follow_the_first_one() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(71, 0);
-    let service = ServiceAddress { socket: VIP.into(), protocol: Protocol::Udp };
+    let udp_service = ServiceAddress { socket: VIP.into(), protocol: Protocol::Udp };
     let mode = ServiceMode { consistency: Consistency::HashTable, ..ServiceMode::default() };
-    let mut balancer = Balancer::with(&[(service, mode)], Options::default(), &mut rng);
-    let ids = balancer.replace_servers(0, 20, &mut rng);
-    let table = random_table(PlacementRule::Table, 1, 1, &ids, &mut rng);
-    let mut state = PlacementState::for_table(&table);
-    balancer.install(0, &table);
-    let fragment = |client: (Ipv6Addr, u16), identification: u32, field: u16, payload: &[u8]| {
-        let header = [&[0, 0][..], &field.to_be_bytes(), &identification.to_be_bytes()].concat();
-        ipv6_frame([client.0, VIP.0], &[(44, header)], 17, payload)
+    let mut balancer = Balancer::with_model(&[(udp_service, mode)], Options::default(), &mut rng);
+    let server_ids = balancer.replace_servers(0, 20, &mut rng);
+    let table = random_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng);
+    let mut placement_state = PlacementState::for_table(&table);
+    balancer.install_table(0, &table);
+    let fragment_frame = |client: (Ipv6Addr, u16), identification: u32, field: u16, payload: &[u8]| {
+        let fragment_header = [&[0, 0][..], &field.to_be_bytes(), &identification.to_be_bytes()].concat();
+        ipv6_frame([client.0, VIP.0], &[(44, fragment_header)], 17, payload)
     };
     for identification in 0..200 {
-        let client = client(&mut rng);
-        let chosen = table.choose(&mut state, &tuple(client)).expect("there are members");
-        let header = [client.1, VIP.1, 2008, 0].map(u16::to_be_bytes).concat();
-        let later = fragment(client, identification, 1000 | 1, b"more");
-        balancer.expect_without_service(&later, XDP_DROP, "drop_fragment");
-        balancer.expect_sent_to(0, &fragment(client, identification, 1, &header), chosen, "new_connection");
-        balancer.expect_sent_to(0, &later, chosen, "fragment");
-        balancer.expect_sent_to(0, &fragment(client, identification, 2000, b"last"), chosen, "fragment");
-        let other = fragment(client, identification + 1000, 1000, b"another datagram");
-        balancer.expect_without_service(&other, XDP_DROP, "drop_fragment");
+        let client = random_client(&mut rng);
+        let chosen_server =
+            table.select_server(&mut placement_state, &tuple_to_vip(client)).expect("there are members");
+        let udp_header = [client.1, VIP.1, 2008, 0].map(u16::to_be_bytes).concat();
+        let later_fragment = fragment_frame(client, identification, 1000 | 1, b"more");
+        balancer.expect_unforwarded_without_service(&later_fragment, XDP_DROP, "drop_fragment");
+        balancer.expect_sent_to(
+            0,
+            &fragment_frame(client, identification, 1, &udp_header),
+            chosen_server,
+            "new_connection",
+        );
+        balancer.expect_sent_to(0, &later_fragment, chosen_server, "fragment");
+        balancer.expect_sent_to(0, &fragment_frame(client, identification, 2000, b"last"), chosen_server, "fragment");
+        let unrelated_fragment = fragment_frame(client, identification + 1000, 1000, b"another datagram");
+        balancer.expect_unforwarded_without_service(&unrelated_fragment, XDP_DROP, "drop_fragment");
     }
 }

@@ -5,7 +5,7 @@ use std::net::Ipv4Addr;
 
 use coreward_dataplane::lb::{Options, Server};
 use coreward_intf as intf;
-use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
+use coreward_model::consistency::{Consistency, ServiceMode, TimestampOrigin};
 use coreward_model::cookie::{self, Cookie};
 use coreward_model::lb::ServerTraffic;
 use coreward_model::placement::{PlacementRule, PlacementState, PlacementTable};
@@ -14,88 +14,101 @@ use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 
 use crate::support::balancer::{
-    Balancer, Identification, VIP, XDP_DROP, XDP_TX, client, previous_server, random_table, service, tuple,
+    Balancer, ExpectedIdentification, VIP, XDP_DROP, XDP_TX, previous_server, random_client, random_table,
+    service_address, tuple_to_vip,
 };
-use crate::support::{self, ACK, FIN, RST, SYN, Tcp, aligned_timestamp, missing_bpf_rights, skip_if};
+use crate::support::{self, ACK, FIN, RST, SYN, TcpPacket, aligned_timestamp_option, missing_bpf_rights, skip_if};
 
-fn mode(consistency: Consistency) -> ServiceMode {
+fn mode_with_consistency(consistency: Consistency) -> ServiceMode {
     ServiceMode { consistency, ..ServiceMode::default() }
 }
 
-fn balancer(
+fn balancer_with_table(
     mode: ServiceMode,
     rule: PlacementRule,
     rng: &mut impl rand::Rng,
 ) -> (Balancer, Vec<ServerId>, PlacementTable) {
-    let mut balancer = Balancer::with(&[(service(VIP), mode)], Options::default(), rng);
-    let ids = balancer.replace_servers(0, 9, rng);
-    let table = random_table(rule, 1, 2, &ids, rng);
-    balancer.install(0, &table);
-    (balancer, ids, table)
+    let mut balancer = Balancer::with_model(&[(service_address(VIP), mode)], Options::default(), rng);
+    let server_ids = balancer.replace_servers(0, 9, rng);
+    let table = random_table(rule, 1, 2, &server_ids, rng);
+    balancer.install_table(0, &table);
+    (balancer, server_ids, table)
 }
 
 /// Returns a client's packet. `options` is 0 for no timestamp, 1 for an aligned timestamp, 2 for one at another offset.
-fn packet(client: (Ipv4Addr, u16), flags: u8, options: u32) -> Vec<u8> {
-    let options = match options {
+fn client_frame(client: (Ipv4Addr, u16), flags: u8, options: u32) -> Vec<u8> {
+    let tcp_options = match options {
         0 => vec![],
-        1 => aligned_timestamp(7, if flags & SYN == 0 { 0x1234_5678 } else { 0 }),
-        _ => [&[2, 4, 5, 0xb4][..], &aligned_timestamp(7, 99)].concat(),
+        1 => aligned_timestamp_option(7, if flags & SYN == 0 { 0x1234_5678 } else { 0 }),
+        _ => [&[2, 4, 5, 0xb4][..], &aligned_timestamp_option(7, 99)].concat(),
     };
-    Tcp { flags, options, ..Tcp::new(client, VIP) }.frame()
+    TcpPacket { flags, tcp_options, ..TcpPacket::new(client, VIP) }.frame()
 }
 
 #[test]
 fn without_consistency_every_packet_follows_the_rule() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(41, 0);
-    let (mut balancer, ids, mut table) = balancer(mode(Consistency::None), PlacementRule::Table, &mut rng);
+    let (mut balancer, ids, mut table) =
+        balancer_with_table(mode_with_consistency(Consistency::None), PlacementRule::Table, &mut rng);
     for generation in 2..8 {
-        let mut state = PlacementState::for_table(&table);
+        let mut placement_state = PlacementState::for_table(&table);
         for _ in 0..100 {
-            let client = client(&mut rng);
+            let client = random_client(&mut rng);
             for (flags, name) in
                 [(SYN, "new_connection"), (ACK, "per_packet"), (ACK | FIN, "per_packet"), (RST, "per_packet")]
             {
-                let frame = packet(client, flags, uniform_below(&mut rng, 3));
-                let chosen = table.choose(&mut state, &tuple(client)).unwrap();
-                balancer.expect_sent_to(0, &frame, chosen, name);
+                let frame = client_frame(client, flags, uniform_below(&mut rng, 3));
+                let chosen_server = table.select_server(&mut placement_state, &tuple_to_vip(client)).unwrap();
+                balancer.expect_sent_to(0, &frame, chosen_server, name);
             }
         }
         table = random_table(PlacementRule::PowerOfTwo, generation, 1, &ids, &mut rng);
-        balancer.install(0, &table);
+        balancer.install_table(0, &table);
     }
-    assert_eq!(balancer.events(0, "flow_inserted"), 0);
+    assert_eq!(balancer.event_count(0, "flow_inserted"), 0);
 }
 
 #[test]
-fn hash_table_stores_the_rules_choice() {
+fn hash_table_stores_the_server_that_the_rule_chose() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(42, 0);
-    let (mut balancer, ids, table) = balancer(mode(Consistency::HashTable), PlacementRule::Table, &mut rng);
-    let mut state = PlacementState::for_table(&table);
+    let (mut balancer, ids, table) =
+        balancer_with_table(mode_with_consistency(Consistency::HashTable), PlacementRule::Table, &mut rng);
+    let mut placement_state = PlacementState::for_table(&table);
     let mut connections = Vec::new();
     for _ in 0..100 {
-        let client = client(&mut rng);
-        let chosen = table.choose(&mut state, &tuple(client)).unwrap();
+        let client = random_client(&mut rng);
+        let chosen_server = table.select_server(&mut placement_state, &tuple_to_vip(client)).unwrap();
         // A packet of an unknown connection that is no SYN is placed by the rule, and gets no flow table entry.
-        balancer.expect_sent_to(0, &packet(client, ACK, uniform_below(&mut rng, 3)), chosen, "per_packet");
-        balancer.expect_sent_to(0, &packet(client, SYN, uniform_below(&mut rng, 3)), chosen, "new_connection");
-        connections.push((client, chosen));
+        balancer.expect_sent_to(0, &client_frame(client, ACK, uniform_below(&mut rng, 3)), chosen_server, "per_packet");
+        balancer.expect_sent_to(
+            0,
+            &client_frame(client, SYN, uniform_below(&mut rng, 3)),
+            chosen_server,
+            "new_connection",
+        );
+        connections.push((client, chosen_server));
     }
-    assert_eq!(balancer.events(0, "flow_inserted"), 100);
-    let other = random_table(PlacementRule::RoundRobin, 2, 1, &ids[1..], &mut rng);
-    balancer.install(0, &other);
+    assert_eq!(balancer.event_count(0, "flow_inserted"), 100);
+    let other_table = random_table(PlacementRule::RoundRobin, 2, 1, &ids[1..], &mut rng);
+    balancer.install_table(0, &other_table);
     for (client, chosen) in &connections {
         for flags in [ACK, ACK | FIN, RST] {
-            balancer.expect_sent_to(0, &packet(*client, flags, uniform_below(&mut rng, 3)), *chosen, "flow_table");
+            balancer.expect_sent_to(
+                0,
+                &client_frame(*client, flags, uniform_below(&mut rng, 3)),
+                *chosen,
+                "flow_table",
+            );
         }
     }
     // An unresolved server keeps its connections; the connections of a removed server are placed by the rule.
     let (client, chosen) = connections[0];
-    balancer.lb.set_server(balancer.services[0], chosen, Server { mac: None, is_eligible: true });
-    balancer.expect(&packet(client, ACK, 1), XDP_DROP, 0, "drop_server_unresolved");
-    balancer.lb.remove_server(balancer.services[0], chosen);
-    let (verdict, _) = balancer.run_expecting_counter(&packet(client, ACK, 1), Some(0), "per_packet");
+    balancer.lb.set_server(balancer.service_indexes[0], chosen, Server { mac: None, is_eligible: true });
+    balancer.expect_unforwarded(&client_frame(client, ACK, 1), XDP_DROP, 0, "drop_server_unresolved");
+    balancer.lb.remove_server(balancer.service_indexes[0], chosen);
+    let (verdict, _) = balancer.run_expecting_counter(&client_frame(client, ACK, 1), Some(0), "per_packet");
     assert_eq!(verdict, XDP_TX);
 }
 
@@ -103,64 +116,75 @@ fn hash_table_stores_the_rules_choice() {
 fn beamer_follows_the_bucket_and_marks_the_previous_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(43, 0);
-    let (balancer, _, table) = balancer(mode(Consistency::Beamer), PlacementRule::LeastAssigned, &mut rng);
-    let mut named = 0;
+    let (balancer, _, table) =
+        balancer_with_table(mode_with_consistency(Consistency::Beamer), PlacementRule::LeastAssigned, &mut rng);
+    let mut named_count = 0;
     for _ in 0..200 {
-        let client = client(&mut rng);
-        let before = previous_server(&table, &tuple(client));
-        named += usize::from(before.is_some());
-        let chosen = table.choose_consistent(&tuple(client)).unwrap();
+        let client = random_client(&mut rng);
+        let previous_id = previous_server(&table, &tuple_to_vip(client));
+        named_count += usize::from(previous_id.is_some());
+        let chosen_server = table.consistent_server(&tuple_to_vip(client)).unwrap();
         for flags in [SYN, ACK, ACK | FIN, RST] {
-            let frame = packet(client, flags, uniform_below(&mut rng, 3));
-            balancer.expect_sent(0, &frame, chosen, Identification::Before(before), "bucket_hash");
+            let frame = client_frame(client, flags, uniform_below(&mut rng, 3));
+            balancer.expect_sent_with(
+                0,
+                &frame,
+                chosen_server,
+                ExpectedIdentification::PreviousServer(previous_id),
+                "bucket_hash",
+            );
         }
     }
-    assert!((50..180).contains(&named), "{named} of 200 with a server before");
-    assert_eq!(balancer.events(0, "flow_inserted"), 0);
+    assert!((50..180).contains(&named_count), "{named_count} of 200 with a server before");
+    assert_eq!(balancer.event_count(0, "flow_inserted"), 0);
 }
 
 /// Without a controller, the table keeps a server that takes no new connections: then the load balancer must avoid it.
 #[test]
-fn beamer_syn_leaves_a_bucket_whose_server_takes_no_new_connections() {
+fn beamer_syn_avoids_the_server_of_its_bucket_that_takes_no_new_connections() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(50, 0);
     for (name, is_down) in [("drains", false), ("is down by the load balancer's own checks", true)] {
-        let (mut balancer, ids, table) = balancer(mode(Consistency::Beamer), PlacementRule::LeastAssigned, &mut rng);
-        let left = table.consistent_servers[0];
-        let place = balancer.services[0];
-        let clients: Vec<_> = std::iter::repeat_with(|| client(&mut rng))
-            .filter(|client| table.choose_consistent(&tuple(*client)) == Some(left))
+        let (mut balancer, ids, table) =
+            balancer_with_table(mode_with_consistency(Consistency::Beamer), PlacementRule::LeastAssigned, &mut rng);
+        let avoided_server = table.consistent_servers[0];
+        let service_index = balancer.service_indexes[0];
+        let clients: Vec<_> = std::iter::repeat_with(|| random_client(&mut rng))
+            .filter(|client| table.consistent_server(&tuple_to_vip(*client)) == Some(avoided_server))
             .take(50)
             .collect();
         // Returns the server to which a packet was sent, and the previous server in its IP identification.
-        let sent = |balancer: &Balancer, client, flags| {
-            let (verdict, frame) = balancer.run(&packet(client, flags, 1));
+        let send_packet = |balancer: &Balancer, client, flags| {
+            let (verdict, frame) = balancer.run(&client_frame(client, flags, 1));
             assert_eq!(verdict, XDP_TX, "{name}: flags {flags:#x}");
-            let to = ids.iter().copied().find(|id| frame[..6] == balancer.macs[&(0, *id)].0).unwrap();
+            let to = ids.iter().copied().find(|id| frame[..6] == balancer.server_macs[&(0, *id)].0).unwrap();
             (to, u16::from_be_bytes([frame[18], frame[19]]))
         };
-        let mac = Some(balancer.macs[&(0, left)]);
-        balancer.lb.set_server(place, left, Server { mac, is_eligible: false });
-        balancer.lb.set_masked(place, left, is_down);
+        let server_mac = Some(balancer.server_macs[&(0, avoided_server)]);
+        balancer.lb.set_server(service_index, avoided_server, Server { mac: server_mac, is_eligible: false });
+        balancer.lb.set_masked(service_index, avoided_server, is_down);
         // An established connection stays at the server of its bucket.
         let (open, clients) = clients.split_last().unwrap();
-        assert_eq!(sent(&balancer, *open, ACK).0, left, "{name}");
-        let opened: Vec<_> = clients.iter().map(|client| sent(&balancer, *client, SYN)).collect();
-        for (client, opened) in clients.iter().zip(&opened) {
-            assert!(opened.0 != left && opened.1 == left.get(), "{name}: {opened:?}, and {left} is the server before");
+        assert_eq!(send_packet(&balancer, *open, ACK).0, avoided_server, "{name}");
+        let opened_destinations: Vec<_> = clients.iter().map(|client| send_packet(&balancer, *client, SYN)).collect();
+        for (client, opened) in clients.iter().zip(&opened_destinations) {
+            assert!(
+                opened.0 != avoided_server && opened.1 == avoided_server.get(),
+                "{name}: {opened:?}, and {avoided_server} is the server before"
+            );
             for flags in [SYN, ACK, RST] {
-                assert_eq!(sent(&balancer, *client, flags), *opened, "{name}");
+                assert_eq!(send_packet(&balancer, *client, flags), *opened, "{name}");
             }
         }
-        assert_eq!(sent(&balancer, *open, RST).0, left, "{name}");
+        assert_eq!(send_packet(&balancer, *open, RST).0, avoided_server, "{name}");
         // The server takes new connections again. Connections that were opened at other servers stay there.
-        balancer.lb.set_server(place, left, Server { mac, is_eligible: true });
-        balancer.lb.set_masked(place, left, false);
-        for (client, opened) in clients.iter().zip(&opened) {
-            assert_eq!(sent(&balancer, *client, ACK), *opened, "{name}, and returned");
+        balancer.lb.set_server(service_index, avoided_server, Server { mac: server_mac, is_eligible: true });
+        balancer.lb.set_masked(service_index, avoided_server, false);
+        for (client, opened) in clients.iter().zip(&opened_destinations) {
+            assert_eq!(send_packet(&balancer, *client, ACK), *opened, "{name}, and returned");
         }
-        assert_eq!(sent(&balancer, *open, SYN).0, left, "{name}, and returned");
-        assert_eq!(balancer.events(0, "flow_inserted"), 49, "{name}");
+        assert_eq!(send_packet(&balancer, *open, SYN).0, avoided_server, "{name}, and returned");
+        assert_eq!(balancer.event_count(0, "flow_inserted"), 49, "{name}");
     }
 }
 
@@ -168,36 +192,55 @@ fn beamer_syn_leaves_a_bucket_whose_server_takes_no_new_connections() {
 fn with_timestamps_off_connections_use_the_flow_table() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(44, 0);
-    let off = ServiceMode { timestamps: Timestamps::Off, ..ServiceMode::default() };
-    let (mut balancer, ids, table) = balancer(off, PlacementRule::Table, &mut rng);
+    let timestamps_off_mode = ServiceMode { timestamps: TimestampOrigin::Off, ..ServiceMode::default() };
+    let (mut balancer, ids, table) = balancer_with_table(timestamps_off_mode, PlacementRule::Table, &mut rng);
     let mut connections = Vec::new();
     for _ in 0..100 {
-        let client = client(&mut rng);
-        let chosen = table.choose_consistent(&tuple(client)).unwrap();
-        let before = previous_server(&table, &tuple(client));
+        let client = random_client(&mut rng);
+        let chosen_server = table.consistent_server(&tuple_to_vip(client)).unwrap();
+        let previous_id = previous_server(&table, &tuple_to_vip(client));
         for (flags, name) in [(SYN, "bucket_hash"), (ACK, "bucket_hash"), (ACK, "flow_table")] {
-            let frame = packet(client, flags, uniform_below(&mut rng, 3));
-            balancer.expect_sent(0, &frame, chosen, Identification::Before(before), name);
+            let frame = client_frame(client, flags, uniform_below(&mut rng, 3));
+            balancer.expect_sent_with(
+                0,
+                &frame,
+                chosen_server,
+                ExpectedIdentification::PreviousServer(previous_id),
+                name,
+            );
         }
         // With `timestamps = "off"` the program ignores cookies.
-        let other = ids[uniform_below(&mut rng, ids.len() as u32) as usize];
-        let tsecr = cookie::stamp_tsval(&balancer.keys, &support::TIME_KEY, &tuple(client), Cookie::Server(other), 5);
-        let frame = Tcp { options: aligned_timestamp(1, tsecr), ..Tcp::new(client, VIP) }.frame();
-        balancer.expect_sent(0, &frame, chosen, Identification::Before(before), "flow_table");
-        connections.push((client, chosen, before));
+        let other_server = ids[uniform_below(&mut rng, ids.len() as u32) as usize];
+        let tsecr = cookie::stamp_tsval(
+            &balancer.fleet_keys,
+            &support::FOREIGN_TIME_KEY,
+            &tuple_to_vip(client),
+            Cookie::Server(other_server),
+            5,
+        );
+        let frame =
+            TcpPacket { tcp_options: aligned_timestamp_option(1, tsecr), ..TcpPacket::new(client, VIP) }.frame();
+        balancer.expect_sent_with(
+            0,
+            &frame,
+            chosen_server,
+            ExpectedIdentification::PreviousServer(previous_id),
+            "flow_table",
+        );
+        connections.push((client, chosen_server, previous_id));
     }
     // With another pool, connections in the flow table keep their server and their previous server.
-    let next = random_table(PlacementRule::Table, 2, 1, &ids[3..], &mut rng);
-    balancer.install(0, &next);
+    let next_table = random_table(PlacementRule::Table, 2, 1, &ids[3..], &mut rng);
+    balancer.install_table(0, &next_table);
     for (client, chosen, before) in connections {
-        let frame = packet(client, ACK | FIN, 1);
-        balancer.expect_sent(0, &frame, chosen, Identification::Before(before), "flow_table");
+        let fin_frame = client_frame(client, ACK | FIN, 1);
+        balancer.expect_sent_with(0, &fin_frame, chosen, ExpectedIdentification::PreviousServer(before), "flow_table");
     }
     // The server of a connection without an entry in the flow table is unknown, so its resets are broadcast.
-    let nobody = Identification::Before(None);
+    let names_no_server = ExpectedIdentification::PreviousServer(None);
     for options in 0..3 {
-        let reset = packet(client(&mut rng), RST, options);
-        balancer.expect_broadcast_or(0, &reset, nobody, "drop_broadcast_rate_limited");
+        let reset_frame = client_frame(random_client(&mut rng), RST, options);
+        balancer.expect_broadcast_or_dropped(0, &reset_frame, names_no_server, "drop_broadcast_rate_limited");
     }
 }
 
@@ -205,64 +248,67 @@ fn with_timestamps_off_connections_use_the_flow_table() {
 fn flow_of_a_removed_server_follows_the_bucket() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(45, 0);
-    let (mut balancer, ids, table) = balancer(ServiceMode::default(), PlacementRule::Table, &mut rng);
-    let from = std::iter::repeat_with(|| client(&mut rng))
-        .find(|client| table.choose_consistent(&tuple(*client)) == Some(ids[0]))
+    let (mut balancer, ids, table) = balancer_with_table(ServiceMode::default(), PlacementRule::Table, &mut rng);
+    let client_address = std::iter::repeat_with(|| random_client(&mut rng))
+        .find(|client| table.consistent_server(&tuple_to_vip(*client)) == Some(ids[0]))
         .unwrap();
-    let frame = packet(from, ACK, 0);
-    let of = |table: &PlacementTable| Identification::Before(previous_server(table, &tuple(from)));
-    balancer.expect_sent(0, &frame, ids[0], of(&table), "bucket_hash");
-    balancer.expect_sent(0, &frame, ids[0], of(&table), "flow_table");
-    balancer.lb.set_server(balancer.services[0], ids[0], Server { mac: None, is_eligible: false });
-    balancer.expect(&frame, XDP_DROP, 0, "drop_server_unresolved");
-    balancer.lb.remove_server(balancer.services[0], ids[0]);
-    balancer.expect(&frame, XDP_DROP, 0, "drop_no_eligible_server");
-    let next = random_table(PlacementRule::Table, 2, 1, &ids[1..], &mut rng);
-    balancer.install(0, &next);
-    let chosen = next.choose_consistent(&tuple(from)).unwrap();
-    balancer.expect_sent(0, &frame, chosen, of(&next), "bucket_hash");
-    balancer.expect_sent(0, &frame, chosen, of(&next), "flow_table");
+    let frame = client_frame(client_address, ACK, 0);
+    let of = |table: &PlacementTable| {
+        ExpectedIdentification::PreviousServer(previous_server(table, &tuple_to_vip(client_address)))
+    };
+    balancer.expect_sent_with(0, &frame, ids[0], of(&table), "bucket_hash");
+    balancer.expect_sent_with(0, &frame, ids[0], of(&table), "flow_table");
+    balancer.lb.set_server(balancer.service_indexes[0], ids[0], Server { mac: None, is_eligible: false });
+    balancer.expect_unforwarded(&frame, XDP_DROP, 0, "drop_server_unresolved");
+    balancer.lb.remove_server(balancer.service_indexes[0], ids[0]);
+    balancer.expect_unforwarded(&frame, XDP_DROP, 0, "drop_no_eligible_server");
+    let next_table = random_table(PlacementRule::Table, 2, 1, &ids[1..], &mut rng);
+    balancer.install_table(0, &next_table);
+    let chosen_server = next_table.consistent_server(&tuple_to_vip(client_address)).unwrap();
+    balancer.expect_sent_with(0, &frame, chosen_server, of(&next_table), "bucket_hash");
+    balancer.expect_sent_with(0, &frame, chosen_server, of(&next_table), "flow_table");
 }
 
 #[test]
 fn flow_table_is_bounded_and_drops_removed_services() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(46, 0);
-    let other = (Ipv4Addr::new(10, 200, 0, 1), 443);
-    let services = [VIP, other].map(|vip| (service(vip), mode(Consistency::HashTable)));
-    let options = Options { flow_table_entries: 4096, ..Options::default() };
-    let mut balancer = Balancer::with(&services, options, &mut rng);
-    let fill = |balancer: &mut Balancer, rng: &mut rand_xoshiro::Xoshiro256PlusPlus| {
+    let other_vip = (Ipv4Addr::new(10, 200, 0, 1), 443);
+    let services = [VIP, other_vip].map(|vip| (service_address(vip), mode_with_consistency(Consistency::HashTable)));
+    let options = Options { flow_table_entry_count: 4096, ..Options::default() };
+    let mut balancer = Balancer::with_model(&services, options, &mut rng);
+    let set_up_servers = |balancer: &mut Balancer, rng: &mut rand_xoshiro::Xoshiro256PlusPlus| {
         for position in 0..2 {
-            let ids = balancer.replace_servers(position, 2, rng);
-            balancer.install(position, &random_table(PlacementRule::Table, 1, 1, &ids, rng));
+            let server_ids = balancer.replace_servers(position, 2, rng);
+            balancer.install_table(position, &random_table(PlacementRule::Table, 1, 1, &server_ids, rng));
         }
     };
-    fill(&mut balancer, &mut rng);
-    let clients: Vec<_> = (0..20_000).map(|_| client(&mut rng)).collect();
-    let known = |balancer: &Balancer, position: usize| {
-        let flow = intf::LB_COUNTER_FLOW_TABLE as usize;
-        let counted = || balancer.lb.counters(balancer.services[position]).packets[flow];
-        let before = counted();
+    set_up_servers(&mut balancer, &mut rng);
+    let clients: Vec<_> = (0..20_000).map(|_| random_client(&mut rng)).collect();
+    let flow_table_hits = |balancer: &Balancer, position: usize| {
+        let flow_table_counter = intf::LB_COUNTER_FLOW_TABLE as usize;
+        let read_count =
+            || balancer.lb.service_counters(balancer.service_indexes[position]).packets_by_outcome[flow_table_counter];
+        let count_before = read_count();
         for client in &clients {
-            balancer.run(&Tcp::new(*client, [VIP, other][position]).frame());
+            balancer.run(&TcpPacket::new(*client, [VIP, other_vip][position]).frame());
         }
-        counted() - before
+        read_count() - count_before
     };
     for client in &clients {
-        balancer.run(&Tcp { flags: SYN, ..Tcp::new(*client, VIP) }.frame());
+        balancer.run(&TcpPacket { flags: SYN, ..TcpPacket::new(*client, VIP) }.frame());
     }
-    let remembered = known(&balancer, 0);
-    assert!((1..=4096).contains(&remembered), "{remembered} of 20,000 remembered");
+    let remembered_count = flow_table_hits(&balancer, 0);
+    assert!((1..=4096).contains(&remembered_count), "{remembered_count} of 20,000 remembered");
 
     // A new service reuses the index of a removed service, but not its flow table entries.
-    balancer.services = balancer.lb.set_services(&services[1..]).unwrap();
-    balancer.services = balancer.lb.set_services(&services).unwrap();
-    fill(&mut balancer, &mut rng);
-    assert_eq!(known(&balancer, 0), 0);
+    balancer.service_indexes = balancer.lb.set_services(&services[1..]).unwrap();
+    balancer.service_indexes = balancer.lb.set_services(&services).unwrap();
+    set_up_servers(&mut balancer, &mut rng);
+    assert_eq!(flow_table_hits(&balancer, 0), 0);
 
     for entries in [0, coreward_dataplane::lb::MAX_FLOW_TABLE_ENTRIES + 1] {
-        let options = Options { flow_table_entries: entries, ..Options::default() };
+        let options = Options { flow_table_entry_count: entries, ..Options::default() };
         let error = coreward_dataplane::lb::LoadBalancer::load(options).unwrap_err().to_string();
         assert_eq!(error, format!("a flow table of {entries} entries: expected 1 to 16777216"));
     }
@@ -272,32 +318,46 @@ fn flow_table_is_bounded_and_drops_removed_services() {
 fn traffic_is_counted_by_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(47, 0);
-    let (mut balancer, ids, table) = balancer(ServiceMode::default(), PlacementRule::Table, &mut rng);
-    let from = client(&mut rng);
-    let server = table.choose(&mut PlacementState::for_table(&table), &tuple(from)).unwrap();
-    let tsecr = cookie::stamp_tsval(&balancer.keys, &support::TIME_KEY, &tuple(from), Cookie::Server(server), 5);
-    let with_cookie = |flags| Tcp { flags, options: aligned_timestamp(1, tsecr), ..Tcp::new(from, VIP) }.frame();
-    let frames = [packet(from, SYN, 1), with_cookie(ACK), with_cookie(ACK | FIN), with_cookie(RST)];
+    let (mut balancer, ids, table) = balancer_with_table(ServiceMode::default(), PlacementRule::Table, &mut rng);
+    let client_address = random_client(&mut rng);
+    let server = table.select_server(&mut PlacementState::for_table(&table), &tuple_to_vip(client_address)).unwrap();
+    let tsecr = cookie::stamp_tsval(
+        &balancer.fleet_keys,
+        &support::FOREIGN_TIME_KEY,
+        &tuple_to_vip(client_address),
+        Cookie::Server(server),
+        5,
+    );
+    let frame_with_cookie = |flags| {
+        TcpPacket { flags, tcp_options: aligned_timestamp_option(1, tsecr), ..TcpPacket::new(client_address, VIP) }
+            .frame()
+    };
+    let frames = [
+        client_frame(client_address, SYN, 1),
+        frame_with_cookie(ACK),
+        frame_with_cookie(ACK | FIN),
+        frame_with_cookie(RST),
+    ];
     for frame in &frames {
-        balancer.destination(frame);
+        balancer.forwarded_to(frame);
     }
-    let counted = balancer.lb.traffic(server);
-    assert_eq!(counted, ServerTraffic { opened: 1, closed: 2, packets: 0, bytes: 0 });
-    balancer.lb.count_traffic(true).unwrap();
+    let server_traffic = balancer.lb.traffic(server);
+    assert_eq!(server_traffic, ServerTraffic { opened: 1, closed: 2, packet_count: 0, bytes: 0 });
+    balancer.lb.set_traffic_counting(true).unwrap();
     for frame in &frames {
-        balancer.destination(frame);
+        balancer.forwarded_to(frame);
     }
-    let bytes = frames.iter().map(|frame| frame.len() as u64).sum();
-    let counted = balancer.lb.traffic(server);
-    assert_eq!(counted, ServerTraffic { opened: 2, closed: 4, packets: 4, bytes });
+    let sent_bytes = frames.iter().map(|frame| frame.len() as u64).sum();
+    let server_traffic = balancer.lb.traffic(server);
+    assert_eq!(server_traffic, ServerTraffic { opened: 2, closed: 4, packet_count: 4, bytes: sent_bytes });
     // Broadcast and dropped packets count for no server.
-    balancer.run(&packet(client(&mut rng), RST, 0));
-    balancer.lb.set_server(balancer.services[0], server, Server { mac: None, is_eligible: true });
-    balancer.expect(&with_cookie(ACK), XDP_DROP, 0, "drop_server_unresolved");
-    let all: Vec<u64> = ids.iter().map(|id| balancer.lb.traffic(*id).packets).collect();
-    assert_eq!(all.iter().sum::<u64>(), 4, "{all:?}");
-    balancer.lb.count_traffic(false).unwrap();
-    assert_eq!(balancer.lb.traffic(server).packets, 4);
+    balancer.run(&client_frame(random_client(&mut rng), RST, 0));
+    balancer.lb.set_server(balancer.service_indexes[0], server, Server { mac: None, is_eligible: true });
+    balancer.expect_unforwarded(&frame_with_cookie(ACK), XDP_DROP, 0, "drop_server_unresolved");
+    let packets_by_server: Vec<u64> = ids.iter().map(|id| balancer.lb.traffic(*id).packet_count).collect();
+    assert_eq!(packets_by_server.iter().sum::<u64>(), 4, "{packets_by_server:?}");
+    balancer.lb.set_traffic_counting(false).unwrap();
+    assert_eq!(balancer.lb.traffic(server).packet_count, 4);
 }
 
 /// An attacker may send such packets to one server repeatedly.
@@ -305,18 +365,24 @@ fn traffic_is_counted_by_server() {
 fn forged_packets_do_not_move_counts() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(49, 0);
-    let off = ServiceMode { timestamps: Timestamps::Off, ..ServiceMode::default() };
-    let modes = [Consistency::Stateless, Consistency::Stateful, Consistency::HashTable].map(mode);
-    for mode in modes.into_iter().chain([off]) {
-        let (balancer, ids, _) = balancer(mode, PlacementRule::Table, &mut rng);
-        let sum = |of: fn(&ServerTraffic) -> u64| ids.iter().map(|id| of(&balancer.lb.traffic(*id))).sum::<u64>();
-        let from = client(&mut rng);
+    let timestamps_off_mode = ServiceMode { timestamps: TimestampOrigin::Off, ..ServiceMode::default() };
+    let tested_modes =
+        [Consistency::Stateless, Consistency::Stateful, Consistency::HashTable].map(mode_with_consistency);
+    for mode in tested_modes.into_iter().chain([timestamps_off_mode]) {
+        let (balancer, ids, _) = balancer_with_table(mode, PlacementRule::Table, &mut rng);
+        let sum_over_servers =
+            |of: fn(&ServerTraffic) -> u64| ids.iter().map(|id| of(&balancer.lb.traffic(*id))).sum::<u64>();
+        let client_address = random_client(&mut rng);
         // An ACK stores a hint in the flow table; a SYN of a hash-table service stores an entry.
         for flags in [&[ACK | FIN; 200][..], &[ACK, ACK | FIN, RST], &[SYN; 200], &[ACK | FIN; 200]].concat() {
-            balancer.run(&packet(from, flags, 0));
+            balancer.run(&client_frame(client_address, flags, 0));
         }
-        let is_placed = mode.consistency == Consistency::HashTable;
-        assert_eq!((sum(|of| of.opened), sum(|of| of.closed)), (u64::from(is_placed), 0), "{mode:?}");
+        let uses_hash_table = mode.consistency == Consistency::HashTable;
+        assert_eq!(
+            (sum_over_servers(|of| of.opened), sum_over_servers(|of| of.closed)),
+            (u64::from(uses_hash_table), 0),
+            "{mode:?}"
+        );
     }
 }
 
@@ -325,48 +391,65 @@ fn forged_packets_do_not_move_counts() {
 fn services_of_different_modes_coexist_and_change() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(48, 0);
-    let vip = |position: usize| (VIP.0, 80 + position as u16);
-    let mut modes: Vec<ServiceMode> = Consistency::ALL.into_iter().map(mode).collect();
-    modes.push(ServiceMode { timestamps: Timestamps::Off, ..ServiceMode::default() });
-    let services = |modes: &[ServiceMode]| -> Vec<(ServiceAddress, ServiceMode)> {
-        modes.iter().enumerate().map(|(position, mode)| (service(vip(position)), *mode)).collect()
+    let vip_of_service = |position: usize| (VIP.0, 80 + position as u16);
+    let mut modes: Vec<ServiceMode> = Consistency::ALL.into_iter().map(mode_with_consistency).collect();
+    modes.push(ServiceMode { timestamps: TimestampOrigin::Off, ..ServiceMode::default() });
+    let services_with_modes = |modes: &[ServiceMode]| -> Vec<(ServiceAddress, ServiceMode)> {
+        modes.iter().enumerate().map(|(position, mode)| (service_address(vip_of_service(position)), *mode)).collect()
     };
-    let mut balancer = Balancer::with(&services(&modes), Options::default(), &mut rng);
+    let mut balancer = Balancer::with_model(&services_with_modes(&modes), Options::default(), &mut rng);
     let mut tables = Vec::new();
     for position in 0..modes.len() {
-        let ids = balancer.replace_servers(position, 5, &mut rng);
-        tables.push(random_table(PlacementRule::Table, 1, 1, &ids, &mut rng));
-        balancer.install(position, &tables[position]);
+        let server_ids = balancer.replace_servers(position, 5, &mut rng);
+        tables.push(random_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng));
+        balancer.install_table(position, &tables[position]);
     }
     for round in 0..modes.len() {
         for (position, mode) in modes.iter().enumerate() {
             for _ in 0..20 {
-                let client = client(&mut rng);
-                let tuple = FourTuple::ipv4(client, vip(position));
+                let client = random_client(&mut rng);
+                let tuple = FourTuple::ipv4(client, vip_of_service(position));
                 let table = &tables[position];
-                let by_rule = table.choose(&mut PlacementState::for_table(table), &tuple).unwrap();
-                let by_bucket = table.choose_consistent(&tuple).unwrap();
-                let tsecr = cookie::stamp_tsval(&balancer.keys, &support::TIME_KEY, &tuple, Cookie::Server(by_rule), 5);
-                let syn = Tcp { flags: SYN, options: aligned_timestamp(1, 0), ..Tcp::new(client, vip(position)) };
-                let ack = Tcp { flags: ACK, options: aligned_timestamp(2, tsecr), ..syn.clone() };
-                let before = Identification::Before(previous_server(table, &tuple));
-                let kept = Identification::Unchanged;
-                let (server, identification, names) = match (mode.timestamps, mode.consistency) {
-                    (Timestamps::Off, _) => (by_bucket, before, ["bucket_hash", "bucket_hash", "flow_table"]),
-                    (_, Consistency::Beamer) => (by_bucket, before, ["bucket_hash"; 3]),
-                    (_, Consistency::None) => (by_rule, kept, ["new_connection", "per_packet", "per_packet"]),
-                    (_, Consistency::HashTable) => (by_rule, kept, ["new_connection", "flow_table", "flow_table"]),
-                    _ => (by_rule, kept, ["new_connection", "established", "established"]),
+                let chosen_by_rule = table.select_server(&mut PlacementState::for_table(table), &tuple).unwrap();
+                let chosen_by_bucket = table.consistent_server(&tuple).unwrap();
+                let tsecr = cookie::stamp_tsval(
+                    &balancer.fleet_keys,
+                    &support::FOREIGN_TIME_KEY,
+                    &tuple,
+                    Cookie::Server(chosen_by_rule),
+                    5,
+                );
+                let syn_packet = TcpPacket {
+                    flags: SYN,
+                    tcp_options: aligned_timestamp_option(1, 0),
+                    ..TcpPacket::new(client, vip_of_service(position))
                 };
-                for (frame, name) in [&syn, &ack, &ack].into_iter().zip(names) {
-                    balancer.expect_sent(position, &frame.frame(), server, identification, name);
+                let ack_packet =
+                    TcpPacket { flags: ACK, tcp_options: aligned_timestamp_option(2, tsecr), ..syn_packet.clone() };
+                let names_previous = ExpectedIdentification::PreviousServer(previous_server(table, &tuple));
+                let identification_unchanged = ExpectedIdentification::Unchanged;
+                let (server, identification, names) = match (mode.timestamps, mode.consistency) {
+                    (TimestampOrigin::Off, _) => {
+                        (chosen_by_bucket, names_previous, ["bucket_hash", "bucket_hash", "flow_table"])
+                    }
+                    (_, Consistency::Beamer) => (chosen_by_bucket, names_previous, ["bucket_hash"; 3]),
+                    (_, Consistency::None) => {
+                        (chosen_by_rule, identification_unchanged, ["new_connection", "per_packet", "per_packet"])
+                    }
+                    (_, Consistency::HashTable) => {
+                        (chosen_by_rule, identification_unchanged, ["new_connection", "flow_table", "flow_table"])
+                    }
+                    _ => (chosen_by_rule, identification_unchanged, ["new_connection", "established", "established"]),
+                };
+                for (frame, name) in [&syn_packet, &ack_packet, &ack_packet].into_iter().zip(names) {
+                    balancer.expect_sent_with(position, &frame.frame(), server, identification, name);
                 }
             }
         }
         // Each service gets the mode of the next service; indexes, servers and tables stay.
         modes.rotate_left(1);
-        let places = balancer.lb.set_services(&services(&modes)).unwrap();
-        assert_eq!(places, balancer.services, "round {round}");
+        let service_indexes = balancer.lb.set_services(&services_with_modes(&modes)).unwrap();
+        assert_eq!(service_indexes, balancer.service_indexes, "round {round}");
     }
 }
 
@@ -374,18 +457,21 @@ fn services_of_different_modes_coexist_and_change() {
 fn invalid_modes_are_rejected_and_change_nothing() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(49, 0);
-    let (mut balancer, _, _) = balancer(mode(Consistency::Beamer), PlacementRule::Table, &mut rng);
-    let udp = ServiceAddress { protocol: Protocol::Udp, ..service(VIP) };
-    let mut refused = |service| balancer.lb.set_services(&[service]).unwrap_err().to_string();
+    let (mut balancer, _, _) =
+        balancer_with_table(mode_with_consistency(Consistency::Beamer), PlacementRule::Table, &mut rng);
+    let udp_address = ServiceAddress { protocol: Protocol::Udp, ..service_address(VIP) };
+    let mut refusal_of = |service| balancer.lb.set_services(&[service]).unwrap_err().to_string();
     assert_eq!(
-        refused((udp, mode(Consistency::Beamer))),
+        refusal_of((udp_address, mode_with_consistency(Consistency::Beamer))),
         "service 10.200.0.1:80/udp: consistency \"beamer\" needs TCP: expected \"hash-table\" or \"none\""
     );
-    let by_load_balancer = ServiceMode { timestamps: Timestamps::LoadBalancer, ..mode(Consistency::Beamer) };
+    let lb_stamping_mode =
+        ServiceMode { timestamps: TimestampOrigin::LoadBalancer, ..mode_with_consistency(Consistency::Beamer) };
     assert_eq!(
-        refused((service(VIP), by_load_balancer)),
+        refusal_of((service_address(VIP), lb_stamping_mode)),
         "service 10.200.0.1:80/tcp: timestamps by the load balancer need consistency \"stateless\" and TCP"
     );
-    let (verdict, _) = balancer.run_expecting_counter(&packet(client(&mut rng), ACK, 1), Some(0), "bucket_hash");
+    let (verdict, _) =
+        balancer.run_expecting_counter(&client_frame(random_client(&mut rng), ACK, 1), Some(0), "bucket_hash");
     assert_eq!(verdict, XDP_TX);
 }

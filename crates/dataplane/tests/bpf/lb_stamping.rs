@@ -7,64 +7,68 @@ use std::time::{Duration, Instant};
 
 use coreward_dataplane::lb::{ClockState, LoadBalancer, Options, Server, ServerClock, ServiceIndex, XdpMode};
 use coreward_intf as intf;
-use coreward_model::consistency::{ServiceMode, Timestamps};
-use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
+use coreward_model::consistency::{ServiceMode, TimestampOrigin};
+use coreward_model::cookie::{CookieKey, FleetCookieKeys, KeyIndex};
 use coreward_model::placement::PlacementRule;
 use coreward_model::rss::seeded_rng;
 
-use crate::support::balancer::{id, random_table, service};
-use crate::support::network::{PinDirectory, Segment, VIP, mac_address, pin_to_one_cpu};
+use crate::support::balancer::{id, random_table, service_address};
+use crate::support::network::{NetworkSegment, PinDirectory, VIP, mac_address, pin_to_one_cpu};
 use crate::support::{missing_bpf_rights, skip_if};
 
 const PORT: u16 = 80;
 const TIMEOUT: Duration = Duration::from_secs(30);
 const SERVER_COUNT: u8 = 3;
 
-fn keys(current: KeyIndex) -> FleetKeys {
-    FleetKeys { keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }], current }
+fn fleet_keys(current: KeyIndex) -> FleetCookieKeys {
+    FleetCookieKeys { keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }], current }
 }
 
 struct TestEnv {
     lb: LoadBalancer,
     service: ServiceIndex,
     listeners: Vec<TcpListener>,
-    segment: Segment,
+    segment: NetworkSegment,
     _pins: PinDirectory,
 }
 
 impl TestEnv {
     fn new() -> Self {
-        let (segment, pins) = (Segment::new(SERVER_COUNT), PinDirectory::new());
+        let (segment, pins) = (NetworkSegment::new(SERVER_COUNT), PinDirectory::new());
         let options = Options { pin_directory: Some(pins.path()), ..Options::default() };
         let mut lb = LoadBalancer::load(options).unwrap();
         segment.load_balancer.run_inside(|| lb.attach("eth0", XdpMode::Generic)).unwrap();
-        let mode = ServiceMode { timestamps: Timestamps::LoadBalancer, ..ServiceMode::default() };
-        let index = lb.set_services(&[(service((VIP, PORT)), mode)]).unwrap()[0];
-        lb.set_keys(&keys(KeyIndex::First));
-        lb.set_time_key(index, CookieKey { k0: 77, k1: 88 });
-        let ids: Vec<_> = (0..SERVER_COUNT).map(|number| id(u64::from(number) + 5)).collect();
-        for (server, host) in ids.iter().zip(&segment.servers) {
-            let mac = host.run_inside(|| mac_address("eth0"));
-            lb.set_server(index, *server, Server { mac: Some(mac), is_eligible: true });
+        let lb_stamping_mode = ServiceMode { timestamps: TimestampOrigin::LoadBalancer, ..ServiceMode::default() };
+        let service_index = lb.set_services(&[(service_address((VIP, PORT)), lb_stamping_mode)]).unwrap()[0];
+        lb.set_keys(&fleet_keys(KeyIndex::First));
+        lb.set_time_key(service_index, CookieKey { k0: 77, k1: 88 });
+        let server_ids: Vec<_> = (0..SERVER_COUNT).map(|number| id(u64::from(number) + 5)).collect();
+        for (server, host) in server_ids.iter().zip(&segment.servers) {
+            let server_mac = host.run_inside(|| mac_address("eth0"));
+            lb.set_server(service_index, *server, Server { mac: Some(server_mac), is_eligible: true });
         }
         // Round robin gives every server the same number of connections.
-        lb.install_table(index, &random_table(PlacementRule::RoundRobin, 1, 1, &ids, &mut seeded_rng(3, 0))).unwrap();
-        let listen = || TcpListener::bind((VIP, PORT)).unwrap();
-        let listeners = segment.servers.iter().map(|host| host.run_inside(listen)).collect();
-        Self { lb, service: index, listeners, segment, _pins: pins }
+        lb.install_table(
+            service_index,
+            &random_table(PlacementRule::RoundRobin, 1, 1, &server_ids, &mut seeded_rng(3, 0)),
+        )
+        .unwrap();
+        let bind_listener = || TcpListener::bind((VIP, PORT)).unwrap();
+        let listeners = segment.servers.iter().map(|host| host.run_inside(bind_listener)).collect();
+        Self { lb, service: service_index, listeners, segment, _pins: pins }
     }
 
-    fn connect(&self) -> TcpStream {
-        let address = SocketAddr::from((VIP, PORT));
-        let stream = self.segment.client.run_inside(|| TcpStream::connect_timeout(&address, TIMEOUT)).unwrap();
+    fn connect_client(&self) -> TcpStream {
+        let service_address = SocketAddr::from((VIP, PORT));
+        let stream = self.segment.client.run_inside(|| TcpStream::connect_timeout(&service_address, TIMEOUT)).unwrap();
         stream.set_read_timeout(Some(TIMEOUT)).unwrap();
         stream
     }
 
     /// Opens a connection. Returns its client end, its server end, and the index of the server.
-    fn connection(&self) -> (TcpStream, TcpStream, usize) {
-        let client = self.connect();
-        let end = Instant::now() + TIMEOUT;
+    fn open_connection(&self) -> (TcpStream, TcpStream, usize) {
+        let client = self.connect_client();
+        let deadline = Instant::now() + TIMEOUT;
         loop {
             for (number, listener) in self.listeners.iter().enumerate() {
                 listener.set_nonblocking(true).unwrap();
@@ -74,33 +78,33 @@ impl TestEnv {
                     return (client, server, number);
                 }
             }
-            assert!(Instant::now() < end, "no server accepted the connection");
+            assert!(Instant::now() < deadline, "no server accepted the connection");
             std::thread::sleep(Duration::from_millis(5));
         }
     }
 
-    fn count(&self, counter: intf::lb_counter) -> u64 {
-        self.lb.counters(self.service).packets[counter as usize]
+    fn service_counter(&self, counter: intf::lb_counter) -> u64 {
+        self.lb.service_counters(self.service).packets_by_outcome[counter as usize]
     }
 
-    fn clocks(&self) -> Vec<ServerClock> {
+    fn server_clocks(&self) -> Vec<ServerClock> {
         self.lb.server_clocks(self.service).unwrap().into_iter().map(|(_, clock)| clock).collect()
     }
 }
 
 /// Sends 200 kB from the client to the server, and 200 kB from the server to the client.
-fn exchange(client: &mut TcpStream, server: &mut TcpStream) {
-    let sent: Vec<u8> = (0..200_000u32).map(|n| ((n * 7) >> 3) as u8).collect();
-    let send = |from: &mut TcpStream, to: &mut TcpStream| {
-        let mut received = vec![0; sent.len()];
+fn exchange_data(client: &mut TcpStream, server: &mut TcpStream) {
+    let sent_bytes: Vec<u8> = (0..200_000u32).map(|n| ((n * 7) >> 3) as u8).collect();
+    let send_and_check = |from: &mut TcpStream, to: &mut TcpStream| {
+        let mut received_bytes = vec![0; sent_bytes.len()];
         std::thread::scope(|scope| {
-            scope.spawn(|| from.write_all(&sent).unwrap());
-            to.read_exact(&mut received).unwrap();
+            scope.spawn(|| from.write_all(&sent_bytes).unwrap());
+            to.read_exact(&mut received_bytes).unwrap();
         });
-        assert_eq!(sent, received);
+        assert_eq!(sent_bytes, received_bytes);
     };
-    send(client, server);
-    send(server, client);
+    send_and_check(client, server);
+    send_and_check(server, client);
 }
 
 #[test]
@@ -109,24 +113,24 @@ fn servers_with_one_clock_are_stamped_and_keep_connections() {
     pin_to_one_cpu();
     let env = TestEnv::new();
     // Until the servers' clocks are known, connections are not stamped, and have entries in the flow table.
-    let mut plain: Vec<_> = (0..SERVER_COUNT).map(|_| env.connection()).collect();
-    for (client, server, _) in &mut plain {
-        exchange(client, server);
+    let mut unstamped_connections: Vec<_> = (0..SERVER_COUNT).map(|_| env.open_connection()).collect();
+    for (client, server, _) in &mut unstamped_connections {
+        exchange_data(client, server);
     }
-    assert_eq!(env.count(intf::LB_COUNTER_REPLY_STAMPED), 0);
-    while env.clocks().iter().any(|clock| clock.state() != ClockState::Known) {
-        plain.push(env.connection());
-        assert!(plain.len() < 400, "{:?}", env.clocks());
+    assert_eq!(env.service_counter(intf::LB_COUNTER_REPLY_STAMPED), 0);
+    while env.server_clocks().iter().any(|clock| clock.state() != ClockState::SharedClock) {
+        unstamped_connections.push(env.open_connection());
+        assert!(unstamped_connections.len() < 400, "{:?}", env.server_clocks());
     }
-    let mut stamped: Vec<_> = (0..2 * SERVER_COUNT).map(|_| env.connection()).collect();
-    let by_cookie = env.count(intf::LB_COUNTER_ESTABLISHED);
-    for (client, server, _) in stamped.iter_mut().chain(&mut plain) {
-        exchange(client, server);
+    let mut stamped_connections: Vec<_> = (0..2 * SERVER_COUNT).map(|_| env.open_connection()).collect();
+    let packets_by_cookie = env.service_counter(intf::LB_COUNTER_ESTABLISHED);
+    for (client, server, _) in stamped_connections.iter_mut().chain(&mut unstamped_connections) {
+        exchange_data(client, server);
     }
-    assert!(env.count(intf::LB_COUNTER_REPLY_STAMPED) > 100);
-    assert!(env.count(intf::LB_COUNTER_ESTABLISHED) > by_cookie + 100);
+    assert!(env.service_counter(intf::LB_COUNTER_REPLY_STAMPED) > 100);
+    assert!(env.service_counter(intf::LB_COUNTER_ESTABLISHED) > packets_by_cookie + 100);
 
-    change_keys_and_close(env, stamped.into_iter().chain(plain).collect());
+    change_keys_and_close(env, stamped_connections.into_iter().chain(unstamped_connections).collect());
 }
 
 #[test]
@@ -138,35 +142,40 @@ fn servers_with_a_clock_per_connection_are_stamped_and_keep_connections() {
         host.set_sysctl("ipv4/tcp_timestamps", "1");
     }
     // Open connections show the rate of the servers' clocks.
-    let mut plain: Vec<_> = (0..2 * SERVER_COUNT).map(|_| env.connection()).collect();
-    let end = Instant::now() + TIMEOUT;
-    while env.clocks().iter().any(|clock| clock.state() != ClockState::PerConnection) {
-        plain.iter_mut().for_each(|(client, server, _)| exchange(client, server));
-        assert!(Instant::now() < end, "{:?}", env.clocks());
+    let mut unstamped_connections: Vec<_> = (0..2 * SERVER_COUNT).map(|_| env.open_connection()).collect();
+    let deadline = Instant::now() + TIMEOUT;
+    while env.server_clocks().iter().any(|clock| clock.state() != ClockState::PerConnection) {
+        unstamped_connections.iter_mut().for_each(|(client, server, _)| exchange_data(client, server));
+        assert!(Instant::now() < deadline, "{:?}", env.server_clocks());
     }
-    assert_eq!(env.count(intf::LB_COUNTER_REPLY_STAMPED), 0);
-    let mut stamped: Vec<_> = (0..4 * SERVER_COUNT).map(|_| env.connection()).collect();
-    let by_flow = env.count(intf::LB_COUNTER_FLOW_TABLE);
-    for (client, server, _) in &mut stamped {
-        exchange(client, server);
+    assert_eq!(env.service_counter(intf::LB_COUNTER_REPLY_STAMPED), 0);
+    let mut stamped_connections: Vec<_> = (0..4 * SERVER_COUNT).map(|_| env.open_connection()).collect();
+    let packets_by_flow_table = env.service_counter(intf::LB_COUNTER_FLOW_TABLE);
+    for (client, server, _) in &mut stamped_connections {
+        exchange_data(client, server);
     }
     // Each unstamped connection may still send one delayed acknowledgement.
-    assert!(env.count(intf::LB_COUNTER_FLOW_TABLE) <= by_flow + plain.len() as u64);
-    assert!(env.count(intf::LB_COUNTER_REPLY_STAMPED) > 100 && env.count(intf::LB_COUNTER_ESTABLISHED) > 100);
-    for clock in env.clocks() {
+    assert!(
+        env.service_counter(intf::LB_COUNTER_FLOW_TABLE) <= packets_by_flow_table + unstamped_connections.len() as u64
+    );
+    assert!(
+        env.service_counter(intf::LB_COUNTER_REPLY_STAMPED) > 100
+            && env.service_counter(intf::LB_COUNTER_ESTABLISHED) > 100
+    );
+    for clock in env.server_clocks() {
         assert!(clock.disagreeing_replies > 0 && clock.problem().is_none(), "{clock:?}");
     }
-    change_keys_and_close(env, stamped.into_iter().chain(plain).collect());
+    change_keys_and_close(env, stamped_connections.into_iter().chain(unstamped_connections).collect());
 }
 
 /// Asserts that stamped and unstamped connections continue while keys change and no server is eligible. Then closes
 /// them.
 fn change_keys_and_close(mut env: TestEnv, mut connections: Vec<(TcpStream, TcpStream, usize)>) {
     for current in [KeyIndex::Second, KeyIndex::First] {
-        env.lb.set_keys(&keys(current));
+        env.lb.set_keys(&fleet_keys(current));
         std::thread::sleep(Duration::from_millis(1100));
         for (client, server, _) in &mut connections {
-            exchange(client, server);
+            exchange_data(client, server);
         }
     }
     // Half of the connections are closed by the client first, the others by the server.

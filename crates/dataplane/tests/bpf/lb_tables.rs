@@ -9,22 +9,23 @@ use std::time::{Duration, Instant};
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::test_run;
 use coreward_model::placement::{
-    BucketCount, Candidate, Member, PlacementRule, PlacementState, PlacementTable, ServerCore, rendezvous_table,
+    BucketCount, CandidateCore, PlacementRule, PlacementState, PlacementTable, ServerCore, TableMember,
+    rendezvous_table,
 };
-use coreward_model::policy::{LeastByMetric, Pool, PoolServer};
+use coreward_model::policy::{LeastPolicy, Pool, PoolServer};
 use coreward_model::rss::{RssKey, seeded_rng, uniform_below};
 use coreward_model::{FourTuple, ServerId};
 use rand::Rng as _;
 
 use crate::support::balancer::{Balancer, VIP, XDP_TX, id, random_table};
-use crate::support::{ACK, SYN, Tcp, aligned_timestamp, missing_bpf_rights, skip_if};
+use crate::support::{ACK, SYN, TcpPacket, aligned_timestamp_option, missing_bpf_rights, skip_if};
 
 const SWITCH_COUNT: u64 = 1_000;
-const DECISIONS_PER_TABLE: u64 = 30;
+const DECISIONS_BETWEEN_SWITCHES: u64 = 30;
 const TIME_LIMIT: Duration = Duration::from_secs(240);
 
 /// Returns a table with the rule `Table`, in which each bucket of each group has a server drawn from `servers`.
-fn table(
+fn table_with_random_candidates(
     generation: u64,
     buckets: u64,
     groups: usize,
@@ -32,11 +33,15 @@ fn table(
     rng: &mut impl rand::Rng,
 ) -> PlacementTable {
     let bucket_count = BucketCount::new(buckets).unwrap();
-    let mut candidate = |_| {
-        let slot = uniform_below(rng, servers.len() as u32);
-        Candidate { server: servers[slot as usize], load: uniform_below(rng, 1000), core_slot: slot as u16 }
+    let mut random_candidate = |_| {
+        let core_slot = uniform_below(rng, servers.len() as u32);
+        CandidateCore {
+            server: servers[core_slot as usize],
+            load: uniform_below(rng, 1000),
+            core_slot: core_slot as u16,
+        }
     };
-    let candidates = (0..groups as u64 * buckets).map(&mut candidate).collect();
+    let candidates = (0..groups as u64 * buckets).map(&mut random_candidate).collect();
     PlacementTable {
         generation,
         rule: PlacementRule::Table,
@@ -46,7 +51,7 @@ fn table(
         candidates,
         assignment_cost: 0,
         core_slots: servers.iter().map(|server| ServerCore { server: *server, core: 0 }).collect(),
-        members: servers.iter().map(|server| Member { server: *server, load: 0 }).collect(),
+        members: servers.iter().map(|server| TableMember { server: *server, load: 0 }).collect(),
         consistent_servers: rendezvous_table(servers, bucket_count),
         previous_consistent_servers: Vec::new(),
         down_servers: Vec::new(),
@@ -55,78 +60,88 @@ fn table(
 }
 
 #[test]
-fn every_decision_belongs_to_one_table_while_tables_are_switched() {
+fn every_decision_follows_one_table_while_tables_are_switched() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(31, 0);
     let mut balancer = Balancer::new(&[VIP], &mut rng);
-    let ids = balancer.replace_servers(0, 2000, &mut rng);
+    let server_ids = balancer.replace_servers(0, 2000, &mut rng);
     // The two tables differ in keys, groups, buckets and servers, so a mixture of both would select a third server.
-    let tables = [table(1, 128, 1, &ids[..1000], &mut rng), table(2, 2048, 3, &ids[1000..], &mut rng)];
-    let packets: Vec<(Vec<u8>, [ServerId; 2])> = (0..512)
+    let tables = [
+        table_with_random_candidates(1, 128, 1, &server_ids[..1000], &mut rng),
+        table_with_random_candidates(2, 2048, 3, &server_ids[1000..], &mut rng),
+    ];
+    let frames_with_choices: Vec<(Vec<u8>, [ServerId; 2])> = (0..512)
         .map(|_| {
             let client = (Ipv4Addr::from(rng.next_u32()), rng.next_u32() as u16);
-            let frame = Tcp { flags: SYN, options: aligned_timestamp(1, 0), ..Tcp::new(client, VIP) }.frame();
-            let chosen = |table: &PlacementTable| {
-                table.choose(&mut PlacementState::for_table(table), &FourTuple::ipv4(client, VIP)).unwrap()
+            let frame =
+                TcpPacket { flags: SYN, tcp_options: aligned_timestamp_option(1, 0), ..TcpPacket::new(client, VIP) }
+                    .frame();
+            let chosen_by = |table: &PlacementTable| {
+                table.select_server(&mut PlacementState::for_table(table), &FourTuple::ipv4(client, VIP)).unwrap()
             };
-            (frame, [chosen(&tables[0]), chosen(&tables[1])])
+            (frame, [chosen_by(&tables[0]), chosen_by(&tables[1])])
         })
         .collect();
-    balancer.install(0, &tables[0]);
-    balancer.lb.end_comparison();
+    balancer.install_table(0, &tables[0]);
+    balancer.lb.drop_model();
     let program = balancer.lb.program().try_clone_to_owned().unwrap();
-    let server_of: HashMap<MacAddress, ServerId> =
-        balancer.macs.iter().map(|((_, server), mac)| (*mac, *server)).collect();
+    let servers_by_mac: HashMap<MacAddress, ServerId> =
+        balancer.server_macs.iter().map(|((_, server), mac)| (*mac, *server)).collect();
 
     let (done, decided) = (AtomicBool::new(false), [AtomicU64::new(0), AtomicU64::new(0)]);
-    let start = Instant::now();
+    let start_time = Instant::now();
     std::thread::scope(|scope| {
-        let packets_pass = scope.spawn(|| {
-            let mut strays = Vec::new();
-            while !done.load(Ordering::Relaxed) && start.elapsed() < 2 * TIME_LIMIT {
-                for (frame, expected) in &packets {
+        let packet_thread = scope.spawn(|| {
+            let mut stray_decisions = Vec::new();
+            while !done.load(Ordering::Relaxed) && start_time.elapsed() < 2 * TIME_LIMIT {
+                for (frame, expected) in &frames_with_choices {
                     let outcome = test_run::run(std::os::fd::AsFd::as_fd(&program), frame, 1).unwrap();
                     let mac = MacAddress(outcome.packet[..6].try_into().unwrap());
-                    let server = server_of.get(&mac).filter(|_| outcome.verdict == XDP_TX);
+                    let server = servers_by_mac.get(&mac).filter(|_| outcome.verdict == XDP_TX);
                     match expected.iter().position(|expected| Some(expected) == server) {
                         Some(table) => _ = decided[table].fetch_add(1, Ordering::Relaxed),
-                        None => strays.push((outcome.verdict, mac, *expected)),
+                        None => stray_decisions.push((outcome.verdict, mac, *expected)),
                     }
                 }
             }
-            strays
+            stray_decisions
         });
-        let decisions = || decided.iter().map(|count| count.load(Ordering::Relaxed)).sum::<u64>();
-        let mut switches = 0;
-        while switches < SWITCH_COUNT && start.elapsed() < TIME_LIMIT {
-            switches += 1;
+        let decision_count = || decided.iter().map(|count| count.load(Ordering::Relaxed)).sum::<u64>();
+        let mut switch_count = 0;
+        while switch_count < SWITCH_COUNT && start_time.elapsed() < TIME_LIMIT {
+            switch_count += 1;
             // Each table stays in force for the same number of decisions, because one table is written faster than the
             // other.
-            let stands_until = decisions() + DECISIONS_PER_TABLE;
-            while decisions() < stands_until && start.elapsed() < TIME_LIMIT {
+            let next_switch_count = decision_count() + DECISIONS_BETWEEN_SWITCHES;
+            while decision_count() < next_switch_count && start_time.elapsed() < TIME_LIMIT {
                 std::thread::yield_now();
             }
-            let generation = switches + 2;
-            let next = PlacementTable { generation, ..tables[(switches % 2) as usize].clone() };
-            balancer.install(0, &next);
+            let generation = switch_count + 2;
+            let next_table = PlacementTable { generation, ..tables[(switch_count % 2) as usize].clone() };
+            balancer.install_table(0, &next_table);
         }
         done.store(true, Ordering::Relaxed);
-        let strays = packets_pass.join().unwrap();
-        assert!(strays.is_empty(), "{} decisions of neither table, first {:?}", strays.len(), strays[0]);
-        assert_eq!(switches, SWITCH_COUNT, "in {TIME_LIMIT:?}");
+        let stray_decisions = packet_thread.join().unwrap();
+        assert!(
+            stray_decisions.is_empty(),
+            "{} decisions of neither table, first {:?}",
+            stray_decisions.len(),
+            stray_decisions[0]
+        );
+        assert_eq!(switch_count, SWITCH_COUNT, "in {TIME_LIMIT:?}");
     });
-    let decided = decided.map(|count| count.load(Ordering::Relaxed));
-    println!("{SWITCH_COUNT} switches, decisions by table {decided:?}");
-    assert!(decided.iter().all(|count| *count > 10 * SWITCH_COUNT), "{decided:?}");
+    let decisions_by_table = decided.map(|count| count.load(Ordering::Relaxed));
+    println!("{SWITCH_COUNT} switches, decisions by table {decisions_by_table:?}");
+    assert!(decisions_by_table.iter().all(|count| *count > 10 * SWITCH_COUNT), "{decisions_by_table:?}");
 }
 
 /// Returns a table that prefers the first servers: each server's number of open connections is its position in `ids`.
-fn least(ids: &[ServerId], buckets: BucketCount) -> PlacementTable {
-    let server = |(open_connections, id): (usize, &ServerId)| PoolServer {
+fn table_preferring_first_servers(ids: &[ServerId], buckets: BucketCount) -> PlacementTable {
+    let pool_server = |(open_connections, id): (usize, &ServerId)| PoolServer {
         open_connections: open_connections as u32,
         ..PoolServer::new(*id)
     };
-    LeastByMetric::new(3).candidate_table(&Pool::new(ids.iter().enumerate().map(server).collect(), 1), buckets)
+    LeastPolicy::new(3).candidate_table(&Pool::new(ids.iter().enumerate().map(pool_server).collect(), 1), buckets)
 }
 
 #[test]
@@ -135,47 +150,61 @@ fn replaced_candidates_decide_new_connections_only() {
     let mut rng = seeded_rng(32, 0);
     for groups in [1, 3] {
         let mut balancer = Balancer::new(&[VIP], &mut rng);
-        let ids = balancer.replace_servers(0, 12, &mut rng);
-        let table = random_table(PlacementRule::Table, 7, groups, &ids, &mut rng);
-        balancer.install(0, &table);
-        let service = balancer.services[0];
-        balancer.lb.replace_candidates(service, |in_force| least(&ids[..6], in_force.bucket_count)).unwrap();
-        assert_eq!(balancer.lb.table_generation(service), Some(7));
-        let expected = PlacementTable { groups: table.groups[..1].to_vec(), ..least(&ids[..6], table.bucket_count) };
-        let mut state = PlacementState::for_table(&expected);
+        let server_ids = balancer.replace_servers(0, 12, &mut rng);
+        let table = random_table(PlacementRule::Table, 7, groups, &server_ids, &mut rng);
+        balancer.install_table(0, &table);
+        let service_index = balancer.service_indexes[0];
+        balancer
+            .lb
+            .replace_candidates(service_index, |in_force| {
+                table_preferring_first_servers(&server_ids[..6], in_force.bucket_count)
+            })
+            .unwrap();
+        assert_eq!(balancer.lb.table_generation(service_index), Some(7));
+        let expected_table = PlacementTable {
+            groups: table.groups[..1].to_vec(),
+            ..table_preferring_first_servers(&server_ids[..6], table.bucket_count)
+        };
+        let mut placement_state = PlacementState::for_table(&expected_table);
         for port in 0..500 {
             let client = (Ipv4Addr::from(rng.next_u32()), 1024 + port);
             let tuple = FourTuple::ipv4(client, VIP);
-            let syn = Tcp { flags: SYN, options: aligned_timestamp(1, 0), ..Tcp::new(client, VIP) }.frame();
-            let chosen = expected.choose(&mut state, &tuple).unwrap();
-            assert_eq!(balancer.destination(&syn), balancer.macs[&(0, chosen)], "SYN {port}");
+            let syn_frame =
+                TcpPacket { flags: SYN, tcp_options: aligned_timestamp_option(1, 0), ..TcpPacket::new(client, VIP) }
+                    .frame();
+            let chosen_server = expected_table.select_server(&mut placement_state, &tuple).unwrap();
+            assert_eq!(balancer.forwarded_to(&syn_frame), balancer.server_macs[&(0, chosen_server)], "SYN {port}");
             // A connection without timestamps (from another port) follows the bucket.
             let client = (client.0, 40_000 + port);
-            let ack = Tcp { flags: ACK, ..Tcp::new(client, VIP) }.frame();
-            let consistent = table.choose_consistent(&FourTuple::ipv4(client, VIP)).unwrap();
-            assert_eq!(balancer.destination(&ack), balancer.macs[&(0, consistent)], "ACK {port}");
+            let ack_frame = TcpPacket { flags: ACK, ..TcpPacket::new(client, VIP) }.frame();
+            let consistent_server = table.consistent_server(&FourTuple::ipv4(client, VIP)).unwrap();
+            assert_eq!(balancer.forwarded_to(&ack_frame), balancer.server_macs[&(0, consistent_server)], "ACK {port}");
         }
         // The controller's next table replaces the table with replaced candidates.
-        let next = random_table(PlacementRule::Table, 8, groups, &ids, &mut rng);
-        balancer.install(0, &next);
+        let next_table = random_table(PlacementRule::Table, 8, groups, &server_ids, &mut rng);
+        balancer.install_table(0, &next_table);
         let client = (Ipv4Addr::from(rng.next_u32()), 7);
-        let syn = Tcp { flags: SYN, options: aligned_timestamp(1, 0), ..Tcp::new(client, VIP) }.frame();
-        let chosen = next.choose(&mut PlacementState::for_table(&next), &FourTuple::ipv4(client, VIP)).unwrap();
-        assert_eq!(balancer.destination(&syn), balancer.macs[&(0, chosen)]);
+        let syn_frame =
+            TcpPacket { flags: SYN, tcp_options: aligned_timestamp_option(1, 0), ..TcpPacket::new(client, VIP) }
+                .frame();
+        let chosen_server = next_table
+            .select_server(&mut PlacementState::for_table(&next_table), &FourTuple::ipv4(client, VIP))
+            .unwrap();
+        assert_eq!(balancer.forwarded_to(&syn_frame), balancer.server_macs[&(0, chosen_server)]);
     }
 }
 
 #[test]
-fn nothing_is_replaced_without_table_or_candidates() {
+fn candidates_are_not_replaced_without_a_table_or_candidates() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(33, 0);
     let mut balancer = Balancer::new(&[VIP], &mut rng);
-    let service = balancer.services[0];
-    balancer.lb.replace_candidates(service, |_| panic!("no table")).unwrap();
-    let ids = balancer.replace_servers(0, 3, &mut rng);
-    balancer.install(0, &random_table(PlacementRule::LeastAssigned, 4, 1, &ids, &mut rng));
-    balancer.lb.replace_candidates(service, |in_force| PlacementTable::empty(in_force.bucket_count)).unwrap();
-    assert_eq!(balancer.lb.table_generation(service), Some(4));
-    let stranger = least(&[id(1)], BucketCount::new(2048).unwrap());
-    balancer.lb.replace_candidates(service, |_| stranger).unwrap_err();
+    let service_index = balancer.service_indexes[0];
+    balancer.lb.replace_candidates(service_index, |_| panic!("no table")).unwrap();
+    let server_ids = balancer.replace_servers(0, 3, &mut rng);
+    balancer.install_table(0, &random_table(PlacementRule::LeastAssigned, 4, 1, &server_ids, &mut rng));
+    balancer.lb.replace_candidates(service_index, |in_force| PlacementTable::empty(in_force.bucket_count)).unwrap();
+    assert_eq!(balancer.lb.table_generation(service_index), Some(4));
+    let table_of_foreign_server = table_preferring_first_servers(&[id(1)], BucketCount::new(2048).unwrap());
+    balancer.lb.replace_candidates(service_index, |_| table_of_foreign_server).unwrap_err();
 }

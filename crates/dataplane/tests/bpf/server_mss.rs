@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::os::fd::AsFd as _;
 
 use coreward_intf as intf;
-use coreward_model::consistency::{ServiceMode, Timestamps};
+use coreward_model::consistency::{ServiceMode, TimestampOrigin};
 use coreward_model::forwarding::Forwarding;
 use nix::sys::socket::{getsockopt, sockopt};
 
@@ -13,41 +13,41 @@ use crate::support::server_env::{TestEnv, set_services};
 use crate::support::{Family, missing_bpf_rights, skip_if};
 
 /// Returns the longest segment in bytes: Ethernet's MTU less the IP and TCP headers and the padded timestamp option.
-fn longest_segment(family: Family) -> u32 {
-    let ip_header = if family == Family::Ipv4 { 20 } else { 40 };
-    1500 - ip_header - 20 - 12
+fn max_segment_size(family: Family) -> u32 {
+    let ip_header_bytes = if family == Family::Ipv4 { 20 } else { 40 };
+    1500 - ip_header_bytes - 20 - 12
 }
 
 /// Addresses of servers, each with the length of the GUE outer headers to it in bytes (IP-in-IP needs less).
-const OUTER_HEADERS: [(IpAddr, u32); 2] =
+const OUTER_HEADER_BYTES_BY_ADDRESS: [(IpAddr, u32); 2] =
     [(IpAddr::V4(Ipv4Addr::new(10, 9, 0, 1)), 28), (IpAddr::V6(Ipv6Addr::new(0x2001, 0xdb8, 9, 0, 0, 0, 0, 1)), 48)];
 
 /// Connects and sends a request. Returns the client's maximum segment size and the number of clamped SYN-ACKs. `server`
 /// is the server's address in outer headers.
-fn segment_size(family: Family, mode: ServiceMode, server: IpAddr) -> (u32, u64) {
+fn connect_and_get_segment_size(family: Family, mode: ServiceMode, server: IpAddr) -> (u32, u64) {
     let mut env = TestEnv::of(family, mode);
-    env.programs.set_outer_family(server);
+    env.programs.set_outer_address_family(server);
     set_services(&mut env.programs, mode);
-    let listener = env.listen();
-    let (mut client, mut server) = env.connection(&listener);
+    let listener = env.listen_at_vip();
+    let (mut client, mut server) = env.open_connection(&listener);
     client.write_all(&[7; 100_000]).unwrap();
     server.read_exact(&mut [0; 100_000]).unwrap();
     env.assert_no_errors();
-    (getsockopt(&client.as_fd(), sockopt::TcpMaxSeg).unwrap(), env.counter(intf::SERVER_COUNTER_MSS_CLAMPED))
+    (getsockopt(&client.as_fd(), sockopt::TcpMaxSeg).unwrap(), env.server_counter(intf::SERVER_COUNTER_MSS_CLAMPED))
 }
 
 #[test]
-fn syn_ack_leaves_room_for_the_outer_header() {
+fn syn_ack_mss_leaves_room_for_the_outer_header() {
     skip_if!(missing_bpf_rights());
-    let (server, off) = (Timestamps::Server, Timestamps::Off);
+    let (server, off) = (TimestampOrigin::Server, TimestampOrigin::Off);
     for (timestamps, forwarding) in
         [(server, Forwarding::Ipip), (server, Forwarding::Gue), (off, Forwarding::Ipip), (off, Forwarding::Gue)]
     {
         for family in Family::BOTH {
             let mode = ServiceMode { timestamps, forwarding, ..ServiceMode::default() };
-            for (server, outer_header) in OUTER_HEADERS {
-                let (size, clamped) = segment_size(family, mode, server);
-                assert_eq!(size, longest_segment(family) - outer_header, "{family:?} {mode:?} {server}");
+            for (server, outer_header) in OUTER_HEADER_BYTES_BY_ADDRESS {
+                let (size, clamped) = connect_and_get_segment_size(family, mode, server);
+                assert_eq!(size, max_segment_size(family) - outer_header, "{family:?} {mode:?} {server}");
                 assert!(clamped >= 1);
             }
         }
@@ -55,11 +55,14 @@ fn syn_ack_leaves_room_for_the_outer_header() {
 }
 
 #[test]
-fn syn_ack_on_one_segment_is_unchanged() {
+fn syn_ack_without_encapsulation_is_unchanged() {
     skip_if!(missing_bpf_rights());
     for family in Family::BOTH {
-        for (server, _) in OUTER_HEADERS {
-            assert_eq!(segment_size(family, ServiceMode::default(), server), (longest_segment(family), 0));
+        for (server, _) in OUTER_HEADER_BYTES_BY_ADDRESS {
+            assert_eq!(
+                connect_and_get_segment_size(family, ServiceMode::default(), server),
+                (max_segment_size(family), 0)
+            );
         }
     }
 }

@@ -13,88 +13,92 @@ use coreward_model::rss::{IndirectionTable, InputTransform, RssConfig, RssKey};
 use coreward_model::tuple::address_from_words;
 use socket2::{Domain, SockRef, Socket, Type};
 
-use crate::support::server_env::{TIMEOUT, TestEnv, vip};
+use crate::support::server_env::{TIMEOUT, TestEnv, vip_address};
 use crate::support::{Family, missing_bpf_rights, skip_if};
 
 const QUEUE_COUNT: u16 = 4;
 const CONNECTION_COUNT: usize = 32;
 
-fn rss(input: InputTransform) -> RssConfig {
+fn rss_config(input: InputTransform) -> RssConfig {
     let indirection_table = IndirectionTable::balanced(1, 128, QUEUE_COUNT).unwrap();
-    RssConfig { key: RssKey::microsoft().with_input(input), indirection_table }
+    RssConfig { key: RssKey::microsoft().with_input_transform(input), indirection_table }
 }
 
 /// Returns a test environment for each address family and each input transform.
-fn start_envs() -> impl Iterator<Item = (TestEnv, RssConfig)> {
-    let cases = Family::BOTH.into_iter().flat_map(|family| InputTransform::ALL.map(|input| (family, input)));
-    cases.map(|(family, input)| {
-        let (mut env, rss) = (TestEnv::of(family, ServiceMode::default()), rss(input));
-        env.programs.set_rss(Some(&rss), 1);
+fn start_test_envs() -> impl Iterator<Item = (TestEnv, RssConfig)> {
+    let families_and_transforms =
+        Family::BOTH.into_iter().flat_map(|family| InputTransform::ALL.map(|input| (family, input)));
+    families_and_transforms.map(|(family, input)| {
+        let (mut env, rss) = (TestEnv::of(family, ServiceMode::default()), rss_config(input));
+        env.programs.set_rss_config(Some(&rss), 1);
         (env, rss)
     })
 }
 
 #[test]
-fn syn_samples_equal_the_model() {
+fn predicted_queues_of_syn_samples_equal_the_model() {
     skip_if!(missing_bpf_rights());
-    for (env, rss) in start_envs() {
-        let listener = env.listen();
-        let connections: Vec<_> = (0..CONNECTION_COUNT).map(|_| env.connection(&listener)).collect();
-        let clients: BTreeSet<SocketAddr> =
+    for (env, rss) in start_test_envs() {
+        let listener = env.listen_at_vip();
+        let connections: Vec<_> = (0..CONNECTION_COUNT).map(|_| env.open_connection(&listener)).collect();
+        let client_addresses: BTreeSet<SocketAddr> =
             connections.iter().map(|(client, _)| client.local_addr().unwrap()).collect();
         // The client's device has several queues. The kernel records no queue for SYNs from the first queue.
-        let samples = env.programs.samples(0);
-        assert!(samples.len() >= CONNECTION_COUNT / 4, "{} samples", samples.len());
-        for sample in &samples {
-            let socket = |address, port| SocketAddr::new(address_from_words(address), u16::from_be(port));
-            let client = socket(sample.source_address, sample.source_port);
-            assert!(clients.contains(&client), "{client}");
-            assert_eq!(socket(sample.destination_address, sample.destination_port), vip(env.family));
-            let hash = rss.key.toeplitz(&FourTuple::new(client, vip(env.family)).unwrap().bytes());
-            let predicted = (sample.hash, sample.predicted_queue);
+        let syn_samples = env.programs.samples_after(0);
+        assert!(syn_samples.len() >= CONNECTION_COUNT / 4, "{} samples", syn_samples.len());
+        for sample in &syn_samples {
+            let socket_address = |address, port| SocketAddr::new(address_from_words(address), u16::from_be(port));
+            let client = socket_address(sample.source_address, sample.source_port);
+            assert!(client_addresses.contains(&client), "{client}");
+            assert_eq!(socket_address(sample.destination_address, sample.destination_port), vip_address(env.family));
+            let expected_hash =
+                rss.key.toeplitz_hash(&FourTuple::new(client, vip_address(env.family)).unwrap().bytes());
+            let hash_and_queue = (sample.hash, sample.predicted_queue);
             assert_eq!(
-                predicted,
-                (hash, rss.indirection_table.queue(hash)),
+                hash_and_queue,
+                (expected_hash, rss.indirection_table.queue_of_hash(expected_hash)),
                 "{client} {:?}",
                 rss.key.input_transform()
             );
         }
-        let counted = [intf::SERVER_COUNTER_RSS_MATCHED, intf::SERVER_COUNTER_RSS_MISMATCHED].map(|c| env.counter(c));
-        assert_eq!(counted.iter().sum::<u64>(), samples.len() as u64);
+        let match_counts =
+            [intf::SERVER_COUNTER_RSS_MATCHED, intf::SERVER_COUNTER_RSS_MISMATCHED].map(|c| env.server_counter(c));
+        assert_eq!(match_counts.iter().sum::<u64>(), syn_samples.len() as u64);
     }
 }
 
 /// Returns listening sockets at the service's address, all in one SO_REUSEPORT group.
-fn listeners(env: &TestEnv) -> Vec<TcpListener> {
-    let domain = if env.family == Family::Ipv4 { Domain::IPV4 } else { Domain::IPV6 };
-    let listener = || {
-        let socket = Socket::new(domain, Type::STREAM, None).unwrap();
+fn reuseport_listeners(env: &TestEnv) -> Vec<TcpListener> {
+    let socket_domain = if env.family == Family::Ipv4 { Domain::IPV4 } else { Domain::IPV6 };
+    let bind_listener = || {
+        let socket = Socket::new(socket_domain, Type::STREAM, None).unwrap();
         socket.set_reuse_port(true).unwrap();
-        socket.bind(&vip(env.family).into()).unwrap();
+        socket.bind(&vip_address(env.family).into()).unwrap();
         socket.listen(64).unwrap();
         // The read timeout also limits accept().
         SockRef::from(&socket).set_read_timeout(Some(TIMEOUT)).unwrap();
         socket.into()
     };
-    env.pair.server.run_inside(|| (0..QUEUE_COUNT).map(|_| listener()).collect())
+    env.pair.server.run_inside(|| (0..QUEUE_COUNT).map(|_| bind_listener()).collect())
 }
 
 #[test]
-fn connections_reach_the_socket_of_their_queue() {
+fn connections_reach_the_socket_of_their_receive_queue() {
     skip_if!(missing_bpf_rights());
-    for (env, rss) in start_envs() {
-        let listeners = listeners(&env);
-        let steer = SteerProgram::load(&env.pins.path(), "service", env.programs.rss_map()).unwrap();
-        let slots: Vec<_> = listeners.iter().map(|socket| steer.add_socket(socket.as_fd()).ok()).collect();
-        steer.set_queues(&slots);
-        steer.attach(listeners[0].as_fd()).unwrap();
+    for (env, rss) in start_test_envs() {
+        let listeners = reuseport_listeners(&env);
+        let steer_program = SteerProgram::load(&env.pins.path(), "service", env.programs.rss_map()).unwrap();
+        let slots: Vec<_> = listeners.iter().map(|socket| steer_program.add_socket(socket.as_fd()).ok()).collect();
+        steer_program.set_slots_of_queues(&slots);
+        steer_program.attach(listeners[0].as_fd()).unwrap();
         for _ in 0..CONNECTION_COUNT {
-            let client = env.connect();
-            let address = client.local_addr().unwrap();
-            let hash = rss.key.toeplitz(&FourTuple::new(address, vip(env.family)).unwrap().bytes());
-            let queue = usize::from(rss.indirection_table.queue(hash));
-            assert_eq!(listeners[queue].accept().unwrap().1, address);
+            let client = env.connect_client();
+            let client_address = client.local_addr().unwrap();
+            let expected_hash =
+                rss.key.toeplitz_hash(&FourTuple::new(client_address, vip_address(env.family)).unwrap().bytes());
+            let expected_queue = usize::from(rss.indirection_table.queue_of_hash(expected_hash));
+            assert_eq!(listeners[expected_queue].accept().unwrap().1, client_address);
         }
-        assert_eq!(steer.counters()[intf::STEER_COUNTER_STEERED as usize], CONNECTION_COUNT as u64);
+        assert_eq!(steer_program.counters()[intf::STEER_COUNTER_STEERED as usize], CONNECTION_COUNT as u64);
     }
 }

@@ -16,239 +16,256 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use socket2::{Domain, Protocol, Socket, Type};
 
-const SERVICE: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 5300);
+const SERVICE_ADDRESS: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 5300);
 /// Timeouts that exceed the delays of a busy machine, so that no request is given up and no worker is barred.
-const NO_STALLS: TimeoutPair = [dispatch::MAX_RESPONSE_TIMEOUT, Duration::from_secs(600)];
-const STALLS: TimeoutPair = [Duration::from_secs(2), Duration::from_millis(1500)];
+const NO_STALL_TIMEOUTS: ResponseAndStallTimeouts = [dispatch::MAX_RESPONSE_TIMEOUT, Duration::from_secs(600)];
+const STALL_TIMEOUTS: ResponseAndStallTimeouts = [Duration::from_secs(2), Duration::from_millis(1500)];
 /// Timeout of a response, and time without one after which a worker counts as stalled.
-type TimeoutPair = [Duration; 2];
+type ResponseAndStallTimeouts = [Duration; 2];
 /// Time limit of waits for events that come by themselves.
-const TIMEOUT: Duration = Duration::from_secs(60);
-const WORKER_VARIABLE: &str = "COREWARD_TEST_WORKER";
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
+const WORKER_ENV_VARIABLE: &str = "COREWARD_TEST_WORKER";
 
 /// Type of a request, in its first byte; four bytes with the request id follow.
-const ECHO: u8 = 0;
-const THREE_DATAGRAMS: u8 = 1;
-const NO_RESPONSE: u8 = 2;
+const ECHO_REQUEST: u8 = 0;
+const THREE_DATAGRAMS_REQUEST: u8 = 1;
+const NO_RESPONSE_REQUEST: u8 = 2;
 
 /// Not a test but the body of a worker process: the loop of a stock UDP server, without epoll.
 #[test]
 #[ignore = "started by the other tests"]
 fn worker_process() {
-    if std::env::var_os(WORKER_VARIABLE).is_none() {
+    if std::env::var_os(WORKER_ENV_VARIABLE).is_none() {
         return;
     }
     let socket = Socket::new(Domain::IPV4, Type::DGRAM, Some(Protocol::UDP)).unwrap();
     socket.set_reuse_port(true).unwrap();
-    socket.bind(&SERVICE.into()).unwrap();
+    socket.bind(&SERVICE_ADDRESS.into()).unwrap();
     let socket = UdpSocket::from(socket);
     let mut request = [0; 64];
     loop {
         let (length, client) = socket.recv_from(&mut request).unwrap();
         std::thread::sleep(Duration::from_micros(200));
-        let datagrams = match request[0] {
-            NO_RESPONSE => 0,
-            THREE_DATAGRAMS => 3,
+        let response_count = match request[0] {
+            NO_RESPONSE_REQUEST => 0,
+            THREE_DATAGRAMS_REQUEST => 3,
             _ => 1,
         };
-        (0..datagrams).for_each(|_| drop(socket.send_to(&request[..length], client)));
+        (0..response_count).for_each(|_| drop(socket.send_to(&request[..length], client)));
     }
 }
 
 /// Worker process, which is killed on drop.
-struct Worker(Child);
+struct WorkerProcess(Child);
 
-impl Worker {
+impl WorkerProcess {
     fn start() -> Self {
         // The test's name is its path without the executable's.
         let (_, module) = module_path!().split_once("::").unwrap();
-        let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--ignored", "--exact", &format!("{module}::worker_process")]);
-        command.env(WORKER_VARIABLE, "1").stdout(Stdio::null());
-        Self(command.spawn().unwrap())
+        let mut worker_command = Command::new(std::env::current_exe().unwrap());
+        worker_command.args(["--ignored", "--exact", &format!("{module}::worker_process")]);
+        worker_command.env(WORKER_ENV_VARIABLE, "1").stdout(Stdio::null());
+        Self(worker_command.spawn().unwrap())
     }
 
-    fn signal(&self, signal: Signal) {
+    fn send_signal(&self, signal: Signal) {
         kill(Pid::from_raw(self.0.id() as i32), signal).unwrap();
     }
 }
 
-impl Drop for Worker {
+impl Drop for WorkerProcess {
     fn drop(&mut self) {
         self.0.kill().unwrap();
         self.0.wait().unwrap();
     }
 }
 
-fn in_namespace(test: impl FnOnce() + Send) {
+fn run_in_namespace(test: impl FnOnce() + Send) {
     std::thread::scope(|scope| {
-        let thread = scope.spawn(|| {
+        let test_thread = scope.spawn(|| {
             unshare(CloneFlags::CLONE_NEWNET).unwrap();
             assert!(Command::new("ip").args(["link", "set", "lo", "up"]).status().unwrap().success());
             test();
         });
-        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        test_thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     });
 }
 
 /// Dispatched service with its workers and clients, all driven from one thread.
 struct TestEnv {
-    workers: Vec<Worker>,
-    service: Option<service::Service>,
-    config: config::Service,
-    directory: PathBuf,
+    worker_processes: Vec<WorkerProcess>,
+    service: Option<service::DispatchedService>,
+    service_config: config::Service,
+    pin_directory: PathBuf,
     clients: Vec<UdpSocket>,
     /// Number of response datagrams by request id.
-    responses_by_request: BTreeMap<u32, u32>,
-    sent_count: u32,
-    last_poll: Instant,
+    responses_by_request_id: BTreeMap<u32, u32>,
+    sent_request_count: u32,
+    last_polled_at: Instant,
 }
 
 impl TestEnv {
-    fn start(policy: Policy, workers: usize, timeouts: TimeoutPair) -> Self {
-        static NUMBER: AtomicU32 = AtomicU32::new(0);
-        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let mut config = config::Service::new(SERVICE, policy);
-        config.options.request_id = Some(dispatch::RequestIdPosition { offset: 1, response_offset: 1, bytes: 4 });
-        let client = |_| {
+    fn start(policy: Policy, workers: usize, timeouts: ResponseAndStallTimeouts) -> Self {
+        static INSTANCE_COUNT: AtomicU32 = AtomicU32::new(0);
+        let instance_number = INSTANCE_COUNT.fetch_add(1, Ordering::Relaxed);
+        let mut service_config = config::Service::new(SERVICE_ADDRESS, policy);
+        service_config.options.request_id_position =
+            Some(dispatch::RequestIdPosition { offset: 1, response_offset: 1, bytes: 4 });
+        let new_client = |_| {
             let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-            socket.connect(SERVICE).unwrap();
+            socket.connect(SERVICE_ADDRESS).unwrap();
             socket.set_nonblocking(true).unwrap();
             socket
         };
         let mut env = Self {
-            workers: (0..workers).map(|_| Worker::start()).collect(),
+            worker_processes: (0..workers).map(|_| WorkerProcess::start()).collect(),
             service: None,
-            config,
-            directory: format!("/sys/fs/bpf/coreward-processes-test-{}-{number}", std::process::id()).into(),
-            clients: (0..32).map(client).collect(),
-            responses_by_request: BTreeMap::new(),
-            sent_count: 0,
-            last_poll: Instant::now(),
+            service_config,
+            pin_directory: format!("/sys/fs/bpf/coreward-processes-test-{}-{instance_number}", std::process::id())
+                .into(),
+            clients: (0..32).map(new_client).collect(),
+            responses_by_request_id: BTreeMap::new(),
+            sent_request_count: 0,
+            last_polled_at: Instant::now(),
         };
         env.set_timeouts(timeouts);
-        env.attach();
-        env.wait_until("all workers are found", |env| env.eligible_count() == workers);
+        env.attach_dispatch();
+        env.wait_until("all workers are found", |env| env.eligible_worker_count() == workers);
         env
     }
 
     /// Sets the timeouts, which apply from the next [`attach_dispatch`](Self::attach_dispatch) on.
-    fn set_timeouts(&mut self, [response_timeout, stall_after]: TimeoutPair) {
-        self.config.timeouts = Timeouts { response_timeout, stall_after };
+    fn set_timeouts(&mut self, [response_timeout, stall_after]: ResponseAndStallTimeouts) {
+        self.service_config.user_space_timeouts = Timeouts { response_timeout, stall_after };
     }
 
-    fn attach(&mut self) {
-        let cgroup = dispatch::cgroup_root().unwrap();
-        self.service = Some(service::Service::start(&self.config, &self.directory, &cgroup).unwrap());
+    fn attach_dispatch(&mut self) {
+        let cgroup = dispatch::cgroup2_mount_point().unwrap();
+        self.service =
+            Some(service::DispatchedService::start(&self.service_config, &self.pin_directory, &cgroup).unwrap());
     }
 
-    fn detach(&mut self) {
+    fn detach_dispatch(&mut self) {
         self.service = None;
-        service::detach(&self.pins()).unwrap();
+        service::end_dispatch(&self.pin_directory_of_service()).unwrap();
     }
 
-    fn pins(&self) -> PathBuf {
-        service::service_pin_directory(&self.directory, SERVICE)
+    fn pin_directory_of_service(&self) -> PathBuf {
+        service::service_pin_directory(&self.pin_directory, SERVICE_ADDRESS)
     }
 
-    fn counts(&self) -> Vec<WorkerCounts> {
-        dispatch::pinned_ledger(&self.pins()).unwrap().workers()
+    fn worker_counts(&self) -> Vec<WorkerCounts> {
+        dispatch::open_pinned_ledger(&self.pin_directory_of_service()).unwrap().worker_counts()
     }
 
-    fn eligible_count(&self) -> usize {
-        self.counts().iter().filter(|worker| worker.is_eligible).count()
+    fn eligible_worker_count(&self) -> usize {
+        self.worker_counts().iter().filter(|worker| worker.is_eligible).count()
     }
 
     /// Sends one request, reads the responses that have arrived, and polls the service if a poll is due.
     fn send_request(&mut self, kind: u8) {
-        let id = self.sent_count;
-        self.sent_count += 1;
+        let id = self.sent_request_count;
+        self.sent_request_count += 1;
         let client = &self.clients[id as usize % self.clients.len()];
         // A closed socket is answered by ICMP, which shows at the next call.
         if client.send(&[&[kind][..], &id.to_le_bytes()].concat()).is_err() {
             client.send(&[&[kind][..], &id.to_le_bytes()].concat()).unwrap();
         }
-        self.wait(Duration::from_micros(300));
+        self.poll_for(Duration::from_micros(300));
     }
 
-    fn wait(&mut self, time: Duration) {
+    fn poll_for(&mut self, time: Duration) {
         std::thread::sleep(time);
-        let mut response = [0; 64];
+        let mut response_bytes = [0; 64];
         for client in &self.clients {
-            while let Ok(length) = client.recv(&mut response) {
+            while let Ok(length) = client.recv(&mut response_bytes) {
                 assert_eq!(length, 5);
                 *self
-                    .responses_by_request
-                    .entry(u32::from_le_bytes(response[1..5].try_into().unwrap()))
+                    .responses_by_request_id
+                    .entry(u32::from_le_bytes(response_bytes[1..5].try_into().unwrap()))
                     .or_default() += 1;
             }
         }
-        if self.last_poll.elapsed() >= POLL_INTERVAL {
-            self.last_poll = Instant::now();
-            self.service.iter_mut().for_each(service::Service::poll);
+        if self.last_polled_at.elapsed() >= POLL_INTERVAL {
+            self.last_polled_at = Instant::now();
+            self.service.iter_mut().for_each(service::DispatchedService::poll);
         }
     }
 
     fn wait_until(&mut self, what: &str, holds: impl Fn(&Self) -> bool) {
-        let end = Instant::now() + TIMEOUT;
+        let deadline = Instant::now() + WAIT_TIMEOUT;
         while !holds(self) {
-            assert!(Instant::now() < end, "{what}: not within {TIMEOUT:?}; {:?}", self.counts());
-            self.wait(Duration::from_millis(5));
+            assert!(Instant::now() < deadline, "{what}: not within {WAIT_TIMEOUT:?}; {:?}", self.worker_counts());
+            self.poll_for(Duration::from_millis(5));
         }
     }
 
     /// Waits until no request is outstanding: each was completed or given up. Returns the counts.
     fn wait_until_settled(&mut self) -> Vec<WorkerCounts> {
-        self.wait_until("nothing is outstanding", |env| env.counts().iter().all(|worker| worker.outstanding == 0));
-        let counts = self.counts();
-        for worker in &counts {
-            assert_eq!(worker.dispatched, worker.completed + worker.abandoned, "{counts:?}");
+        self.wait_until("nothing is outstanding", |env| {
+            env.worker_counts().iter().all(|worker| worker.outstanding_requests == 0)
+        });
+        let worker_counts = self.worker_counts();
+        for worker in &worker_counts {
+            assert_eq!(
+                worker.dispatched_requests,
+                worker.completed_requests + worker.abandoned_requests,
+                "{worker_counts:?}"
+            );
         }
-        counts
+        worker_counts
     }
 }
 
 impl Drop for TestEnv {
     fn drop(&mut self) {
         // Also after a failure, which is not to be hidden by another one.
-        let _ = service::detach(&self.pins());
-        let _ = std::fs::remove_dir(&self.directory);
+        let _ = service::end_dispatch(&self.pin_directory_of_service());
+        let _ = std::fs::remove_dir(&self.pin_directory);
     }
 }
 
-fn sum_counts(counts: &[WorkerCounts], field: impl Fn(&WorkerCounts) -> u64) -> u64 {
+fn sum_of_counts(counts: &[WorkerCounts], field: impl Fn(&WorkerCounts) -> u64) -> u64 {
     counts.iter().map(field).sum()
 }
 
 #[test]
-fn counts_are_exact_with_responses_of_all_kinds() {
+fn counts_are_exact_with_any_number_of_response_datagrams() {
     skip_if!(missing_bpf_rights());
     for policy in Policy::all() {
-        in_namespace(|| {
-            let mut env = TestEnv::start(policy, 3, NO_STALLS);
+        run_in_namespace(|| {
+            let mut env = TestEnv::start(policy, 3, NO_STALL_TIMEOUTS);
             for number in 0..600 {
                 env.send_request(match number % 10 {
-                    3 => THREE_DATAGRAMS,
-                    7 => NO_RESPONSE,
-                    _ => ECHO,
+                    3 => THREE_DATAGRAMS_REQUEST,
+                    7 => NO_RESPONSE_REQUEST,
+                    _ => ECHO_REQUEST,
                 });
             }
-            env.wait_until("all responses are there", |env| env.responses_by_request.len() == 540);
+            env.wait_until("all responses are there", |env| env.responses_by_request_id.len() == 540);
             // The rest is never answered: given up soon from here on.
-            env.set_timeouts(STALLS);
-            env.attach();
-            let counts = env.wait_until_settled();
-            assert_eq!(sum_counts(&counts, |worker| worker.dispatched), 600, "{policy:?} {counts:?}");
-            assert_eq!(sum_counts(&counts, |worker| worker.completed), 540, "{policy:?} {counts:?}");
-            assert_eq!(env.responses_by_request.len(), 540);
-            assert_eq!(env.responses_by_request.values().filter(|datagrams| **datagrams == 3).count(), 60);
-            let services = status::read_pinned_status(&[env.pins()]).unwrap();
-            let status = status::json(&services);
-            assert_eq!(status["services"][0]["listen"], "127.0.0.1:5300");
-            assert_eq!(status["services"][0]["policy"], policy.name());
-            assert_eq!(status["services"][0]["workers"].as_array().unwrap().len(), 3);
-            assert_eq!(status["services"][0]["counters"]["unmatched"], 120);
-            let text = status::format_status(&services);
+            env.set_timeouts(STALL_TIMEOUTS);
+            env.attach_dispatch();
+            let worker_counts = env.wait_until_settled();
+            assert_eq!(
+                sum_of_counts(&worker_counts, |worker| worker.dispatched_requests),
+                600,
+                "{policy:?} {worker_counts:?}"
+            );
+            assert_eq!(
+                sum_of_counts(&worker_counts, |worker| worker.completed_requests),
+                540,
+                "{policy:?} {worker_counts:?}"
+            );
+            assert_eq!(env.responses_by_request_id.len(), 540);
+            assert_eq!(env.responses_by_request_id.values().filter(|datagrams| **datagrams == 3).count(), 60);
+            let service_statuses = status::read_pinned_status(&[env.pin_directory_of_service()]).unwrap();
+            let status_json = status::status_json(&service_statuses);
+            assert_eq!(status_json["services"][0]["listen"], "127.0.0.1:5300");
+            assert_eq!(status_json["services"][0]["policy"], policy.name());
+            assert_eq!(status_json["services"][0]["workers"].as_array().unwrap().len(), 3);
+            assert_eq!(status_json["services"][0]["counters"]["unmatched"], 120);
+            let text = status::format_status(&service_statuses);
             assert!(text.starts_with(&format!("127.0.0.1:5300: {}\n", policy.name())), "{text}");
         });
     }
@@ -257,58 +274,82 @@ fn counts_are_exact_with_responses_of_all_kinds() {
 #[test]
 fn counts_stay_exact_while_workers_die_and_stop() {
     skip_if!(missing_bpf_rights());
-    in_namespace(|| {
-        let mut env = TestEnv::start(Policy::ShortestQueue, 4, STALLS);
-        (0..200).for_each(|_| env.send_request(ECHO));
-        let killed = env.workers.remove(0);
-        let pid = killed.0.id();
+    run_in_namespace(|| {
+        let mut env = TestEnv::start(Policy::ShortestQueue, 4, STALL_TIMEOUTS);
+        (0..200).for_each(|_| env.send_request(ECHO_REQUEST));
+        let killed_worker = env.worker_processes.remove(0);
+        let killed_pid = killed_worker.0.id();
         // Nothing is sent until it is gone: it can only have fewer then.
-        let had = env.counts().iter().find(|worker| worker.pid == pid).expect("a worker").outstanding;
-        drop(killed);
-        (0..300).for_each(|_| env.send_request(ECHO));
-        env.workers[0].signal(Signal::SIGSTOP);
+        let outstanding_at_kill = env
+            .worker_counts()
+            .iter()
+            .find(|worker| worker.worker_pid == killed_pid)
+            .expect("a worker")
+            .outstanding_requests;
+        drop(killed_worker);
+        (0..300).for_each(|_| env.send_request(ECHO_REQUEST));
+        env.worker_processes[0].send_signal(Signal::SIGSTOP);
         // It is found out when it has got one more request than it had, and some time has passed.
-        let end = Instant::now() + TIMEOUT;
-        while env.eligible_count() > 2 {
-            assert!(Instant::now() < end, "{:?}", env.counts());
-            env.send_request(ECHO);
+        let deadline = Instant::now() + WAIT_TIMEOUT;
+        while env.eligible_worker_count() > 2 {
+            assert!(Instant::now() < deadline, "{:?}", env.worker_counts());
+            env.send_request(ECHO_REQUEST);
         }
-        (0..300).for_each(|_| env.send_request(ECHO));
-        assert_eq!(env.eligible_count(), 2, "{:?}", env.counts());
-        let stopped = env.counts().into_iter().filter(|worker| worker.queued > 0).max_by_key(|w| w.queued).unwrap();
-        assert!(!stopped.is_eligible && stopped.outstanding >= stopped.queued, "{stopped:?}");
-        env.workers[0].signal(Signal::SIGCONT);
-        env.workers.push(Worker::start());
-        let all_back = |env: &TestEnv| env.eligible_count() == 4;
-        env.wait_until("all workers are back", all_back);
-        (0..300).for_each(|_| env.send_request(ECHO));
-        let counts = env.wait_until_settled();
-        assert_eq!(sum_counts(&counts, |worker| worker.dispatched), u64::from(env.sent_count), "{counts:?}");
+        (0..300).for_each(|_| env.send_request(ECHO_REQUEST));
+        assert_eq!(env.eligible_worker_count(), 2, "{:?}", env.worker_counts());
+        let stopped_worker = env
+            .worker_counts()
+            .into_iter()
+            .filter(|worker| worker.queued_datagrams > 0)
+            .max_by_key(|w| w.queued_datagrams)
+            .unwrap();
+        assert!(
+            !stopped_worker.is_eligible && stopped_worker.outstanding_requests >= stopped_worker.queued_datagrams,
+            "{stopped_worker:?}"
+        );
+        env.worker_processes[0].send_signal(Signal::SIGCONT);
+        env.worker_processes.push(WorkerProcess::start());
+        let are_all_eligible = |env: &TestEnv| env.eligible_worker_count() == 4;
+        env.wait_until("all workers are back", are_all_eligible);
+        (0..300).for_each(|_| env.send_request(ECHO_REQUEST));
+        let worker_counts = env.wait_until_settled();
+        assert_eq!(
+            sum_of_counts(&worker_counts, |worker| worker.dispatched_requests),
+            u64::from(env.sent_request_count),
+            "{worker_counts:?}"
+        );
         // Only requests of the killed worker are lost: the one in service and those in its queue.
-        let all = env.sent_count as usize;
-        env.wait_until("all others are answered", |env| env.responses_by_request.len() + had as usize >= all);
-        let lost = all - env.responses_by_request.len();
-        assert!(lost as u64 <= sum_counts(&counts, |worker| worker.abandoned), "{lost} lost, {counts:?}");
+        let sent_request_count = env.sent_request_count as usize;
+        env.wait_until("all others are answered", |env| {
+            env.responses_by_request_id.len() + outstanding_at_kill as usize >= sent_request_count
+        });
+        let lost_request_count = sent_request_count - env.responses_by_request_id.len();
+        assert!(
+            lost_request_count as u64 <= sum_of_counts(&worker_counts, |worker| worker.abandoned_requests),
+            "{lost_request_count} lost, {worker_counts:?}"
+        );
     });
 }
 
 #[test]
 fn detach_and_attach_under_load_lose_no_request() {
     skip_if!(missing_bpf_rights());
-    in_namespace(|| {
-        let mut env = TestEnv::start(Policy::ShortestQueue, 3, NO_STALLS);
+    run_in_namespace(|| {
+        let mut env = TestEnv::start(Policy::ShortestQueue, 3, NO_STALL_TIMEOUTS);
         for _ in 0..5 {
-            (0..60).for_each(|_| env.send_request(ECHO));
-            env.detach();
-            (0..60).for_each(|_| env.send_request(ECHO));
-            env.attach();
-            env.wait_until("all workers are found", |env| env.eligible_count() == 3);
+            (0..60).for_each(|_| env.send_request(ECHO_REQUEST));
+            env.detach_dispatch();
+            (0..60).for_each(|_| env.send_request(ECHO_REQUEST));
+            env.attach_dispatch();
+            env.wait_until("all workers are found", |env| env.eligible_worker_count() == 3);
             // A new version takes over while requests are in flight.
-            (0..60).for_each(|_| env.send_request(ECHO));
-            env.attach();
+            (0..60).for_each(|_| env.send_request(ECHO_REQUEST));
+            env.attach_dispatch();
         }
-        let counts = env.wait_until_settled();
-        assert!(sum_counts(&counts, |worker| worker.dispatched) >= 60, "{counts:?}");
-        env.wait_until("all responses are there", |env| env.responses_by_request.len() == env.sent_count as usize);
+        let worker_counts = env.wait_until_settled();
+        assert!(sum_of_counts(&worker_counts, |worker| worker.dispatched_requests) >= 60, "{worker_counts:?}");
+        env.wait_until("all responses are there", |env| {
+            env.responses_by_request_id.len() == env.sent_request_count as usize
+        });
     });
 }

@@ -4,14 +4,14 @@ use crate::facts::{Facts, StoreFacts};
 use crate::finding::{Finding, Fix};
 
 /// Checks the connection to the controller, on servers and load balancers.
-pub fn controller_connection(facts: &Facts) -> Vec<Finding> {
-    match &facts.reachable_controller {
+pub fn check_controller_connection(facts: &Facts) -> Vec<Finding> {
+    match &facts.controller_answer {
         Some(Ok(address)) => vec![Finding::ok(format!("answers at {address}"))],
         Some(Err(reason)) => {
-            let why = "the daemon starts, but has no services until a controller sends its configuration";
+            let consequence = "the daemon starts, but has no services until a controller sends its configuration";
             vec![
-                Finding::fault(reason.clone(), why)
-                    .with_remediation("start the controller, correct `controller`, or open the firewall between them"),
+                Finding::fault(reason.clone(), consequence)
+                    .with_remedy_step("start the controller, correct `controller`, or open the firewall between them"),
             ]
         }
         None => vec![Finding::unknown("no controller is named: --config FILE or --controller ADDRESS:PORT")],
@@ -19,62 +19,62 @@ pub fn controller_connection(facts: &Facts) -> Vec<Finding> {
 }
 
 /// Checks the listening address of a controller.
-pub fn listen(facts: &Facts) -> Vec<Finding> {
+pub fn check_listen_address(facts: &Facts) -> Vec<Finding> {
     let Some(place) = &facts.controller_facts else { return vec![Finding::unknown("no file is named: --config FILE")] };
     match &place.listen_problem {
-        _ if place.is_running => vec![Finding::ok(format!("a controller answers at {}", place.listen))],
-        None => vec![Finding::ok(format!("{} can be bound", place.listen))],
+        _ if place.is_running => vec![Finding::ok(format!("a controller answers at {}", place.listen_address))],
+        None => vec![Finding::ok(format!("{} can be bound", place.listen_address))],
         Some(problem) => {
             let remedy = format!(
                 "ip address; ss -lntp 'sport = {}'  # an address of this machine, a free port",
-                place.listen.port()
+                place.listen_address.port()
             );
             vec![
-                Finding::fault(format!("{}: {problem}", place.listen), "the controller does not start")
-                    .with_remediation(remedy),
+                Finding::fault(format!("{}: {problem}", place.listen_address), "the controller does not start")
+                    .with_remedy_step(remedy),
             ]
         }
     }
 }
 
-pub fn store(facts: &Facts) -> Vec<Finding> {
+pub fn check_store(facts: &Facts) -> Vec<Finding> {
     let Some(place) = &facts.controller_facts else { return vec![Finding::unknown("no file is named: --config FILE")] };
     let (path, problem, mode) = match &place.store {
         StoreFacts::File { path, problem, mode } => (path, problem, mode),
-        StoreFacts::Etcd { endpoints, leader } => return vec![etcd(endpoints, leader)],
+        StoreFacts::Etcd { endpoints, leader } => return vec![check_etcd(endpoints, leader)],
     };
-    let store = path.display();
+    let store_path = path.display();
     if let Some(problem) = problem {
-        let why = "the controller does not start, or loses server ids and keys: connections break";
+        let consequence = "the controller does not start, or loses server ids and keys: connections break";
         let directory = path.parent().map_or(path.display(), |parent| parent.display());
-        let finding = Finding::fault(format!("{store}: {problem}"), why);
+        let finding = Finding::fault(format!("{store_path}: {problem}"), consequence);
         return vec![
             finding
-                .with_remediation(format!("install -d -m 700 {directory}"))
-                .with_remediation(format!("df {directory}  # room for the store to be written again")),
+                .with_remedy_step(format!("install -d -m 700 {directory}"))
+                .with_remedy_step(format!("df {directory}  # room for the store to be written again")),
         ];
     }
     match mode {
         Some(mode) if mode & 0o077 != 0 => {
-            let why = "it contains the cookie keys: users who can read it can forge cookies";
+            let consequence = "it contains the cookie keys: users who can read it can forge cookies";
             vec![
-                Finding::fault(format!("{store}: mode {mode:o}, expected 600"), why)
+                Finding::fault(format!("{store_path}: mode {mode:o}, expected 600"), consequence)
                     .with_fix(Fix::RestrictToOwner(path.clone())),
             ]
         }
-        Some(_) => vec![Finding::ok(format!("{store}: only its owner reads it"))],
-        None => vec![Finding::ok(format!("{store}: can be created"))],
+        Some(_) => vec![Finding::ok(format!("{store_path}: only its owner reads it"))],
+        None => vec![Finding::ok(format!("{store_path}: can be created"))],
     }
 }
 
-fn etcd(endpoints: &[String], leader: &Result<String, String>) -> Finding {
-    let endpoints = endpoints.join(",");
+fn check_etcd(endpoints: &[String], leader: &Result<String, String>) -> Finding {
+    let endpoint_list = endpoints.join(",");
     match leader {
-        Ok(leader) => Finding::ok(format!("etcd at {endpoints}: {leader}")),
+        Ok(leader) => Finding::ok(format!("etcd at {endpoint_list}: {leader}")),
         Err(problem) => {
-            let why = "without etcd no controller can lead: load balancers keep their tables, and changes fail";
-            Finding::fault(problem.clone(), why)
-                .with_remediation(format!("etcdctl --endpoints {endpoints} endpoint health"))
+            let consequence = "without etcd no controller can lead: load balancers keep their tables, and changes fail";
+            Finding::fault(problem.clone(), consequence)
+                .with_remedy_step(format!("etcdctl --endpoints {endpoint_list} endpoint health"))
         }
     }
 }

@@ -4,75 +4,78 @@ use crate::facts::{Facts, Role};
 use crate::finding::{Finding, Fix};
 
 /// Oldest supported kernel version, major and minor (docs/limits.md).
-const MIN_KERNEL: (u32, u32) = (6, 1);
+const MIN_KERNEL_VERSION: (u32, u32) = (6, 1);
 
 /// Returns the major and minor version of a kernel release, as `uname -r` prints it.
 pub(super) fn parse_kernel_version(release: &str) -> (u32, u32) {
-    let mut numbers = release.split(['.', '-']).map_while(|part| part.parse::<u32>().ok());
-    (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0))
+    let mut version_numbers = release.split(['.', '-']).map_while(|part| part.parse::<u32>().ok());
+    (version_numbers.next().unwrap_or(0), version_numbers.next().unwrap_or(0))
 }
 
-pub fn kernel(facts: &Facts) -> Vec<Finding> {
-    let release = &facts.kernel.release;
-    if parse_kernel_version(release) < MIN_KERNEL {
-        let why = "older kernels lack features of the BPF programs: no daemon starts";
+pub fn check_kernel(facts: &Facts) -> Vec<Finding> {
+    let kernel_release = &facts.kernel.release;
+    if parse_kernel_version(kernel_release) < MIN_KERNEL_VERSION {
+        let consequence = "older kernels lack features of the BPF programs: no daemon starts";
         return vec![
-            Finding::fault(format!("Linux {release}"), why)
-                .with_remediation("apt install linux-image-amd64  # Debian 12 or newer"),
+            Finding::fault(format!("Linux {kernel_release}"), consequence)
+                .with_remedy_step("apt install linux-image-amd64  # Debian 12 or newer"),
         ];
     }
     if !facts.kernel.has_btf {
-        let why = "the BPF programs that read the kernel's own structures (cpu_load) need its types";
+        let consequence = "the BPF programs that read the kernel's own structures (cpu_load) need its types";
         let remedy = "a kernel with CONFIG_DEBUG_INFO_BTF=y";
         return vec![
-            Finding::fault(format!("Linux {release} without /sys/kernel/btf/vmlinux"), why).with_remediation(remedy),
+            Finding::fault(format!("Linux {kernel_release} without /sys/kernel/btf/vmlinux"), consequence)
+                .with_remedy_step(remedy),
         ];
     }
-    vec![Finding::ok(format!("Linux {release} with BTF"))]
+    vec![Finding::ok(format!("Linux {kernel_release} with BTF"))]
 }
 
-pub fn rights(facts: &Facts) -> Vec<Finding> {
-    if facts.missing_rights.is_empty() {
+pub fn check_rights(facts: &Facts) -> Vec<Finding> {
+    if facts.missing_capabilities.is_empty() {
         return vec![Finding::ok("all capabilities of a daemon in the packet path")];
     }
-    let why = "loading and attaching BPF programs requires them: the daemon does not start";
-    let names = facts.missing_rights.join(", ");
-    let capabilities = facts.missing_rights.join(" ");
+    let consequence = "loading and attaching BPF programs requires them: the daemon does not start";
+    let missing_names = facts.missing_capabilities.join(", ");
+    let missing_capabilities = facts.missing_capabilities.join(" ");
     vec![
-        Finding::fault(format!("missing: {names}"), why)
-            .with_remediation(format!("run as root, or in the systemd unit: AmbientCapabilities={capabilities}")),
+        Finding::fault(format!("missing: {missing_names}"), consequence).with_remedy_step(format!(
+            "run as root, or in the systemd unit: AmbientCapabilities={missing_capabilities}"
+        )),
     ]
 }
 
-pub fn programs(facts: &Facts) -> Vec<Finding> {
-    if facts.kernel.programs.is_empty() {
+pub fn check_programs(facts: &Facts) -> Vec<Finding> {
+    if facts.kernel.program_load_results.is_empty() {
         return vec![Finding::unknown("not tried: capabilities are missing")];
     }
-    let refused: Vec<_> = facts.kernel.programs.iter().filter(|(_, answer)| answer.is_err()).collect();
-    if refused.is_empty() {
-        let names: Vec<&str> = facts.kernel.programs.keys().copied().collect();
-        return vec![Finding::ok(format!("taken: {}", names.join(", ")))];
+    let rejected_programs: Vec<_> =
+        facts.kernel.program_load_results.iter().filter(|(_, answer)| answer.is_err()).collect();
+    if rejected_programs.is_empty() {
+        let program_names: Vec<&str> = facts.kernel.program_load_results.keys().copied().collect();
+        return vec![Finding::ok(format!("taken: {}", program_names.join(", ")))];
     }
-    let why = "the daemon does not start";
+    let consequence = "the daemon does not start";
     let of = |(name, answer): (&&str, &Result<(), String>)| {
-        let reason = answer.as_ref().err().map_or("", String::as_str);
-        Finding::fault(format!("the kernel rejects {name}: {reason}"), why).with_remediation(
+        let rejection_reason = answer.as_ref().err().map_or("", String::as_str);
+        Finding::fault(format!("the kernel rejects {name}: {rejection_reason}"), consequence).with_remedy_step(
             "coreward check-kernel  # the whole error; required: CONFIG_BPF_SYSCALL, CONFIG_NET_CLS_BPF, \
                       CONFIG_XDP_SOCKETS, as in Debian's kernels",
         )
     };
-    refused.into_iter().map(of).collect()
+    rejected_programs.into_iter().map(of).collect()
 }
 
-pub fn jit(facts: &Facts) -> Vec<Finding> {
-    let path = "net/core/bpf_jit_enable";
-    match facts.sysctl(path) {
+pub fn check_jit(facts: &Facts) -> Vec<Finding> {
+    let jit_sysctl = "net/core/bpf_jit_enable";
+    match facts.sysctl(jit_sysctl) {
         // The sysctl is visible only in the first network namespace.
         None => vec![Finding::unknown("net.core.bpf_jit_enable is not visible here")],
         Some(0) => {
-            let why = "every packet runs the programs, which take about ten times as long when interpreted";
-            vec![Finding::warning("net.core.bpf_jit_enable is 0: expected 1", why).with_sysctl(
-                path.to_owned(),
+            let consequence = "every packet runs the programs, which take about ten times as long when interpreted";
+            vec![Finding::warning("net.core.bpf_jit_enable is 0: expected 1", consequence).with_sysctl(
+                jit_sysctl.to_owned(),
                 "1",
                 true,
             )]
@@ -81,23 +84,24 @@ pub fn jit(facts: &Facts) -> Vec<Finding> {
     }
 }
 
-pub fn bpf_file_system(facts: &Facts) -> Vec<Finding> {
-    let place = &facts.bpf_file_system;
-    let directory = place.directory.display();
-    if place.is_bpf {
+pub fn check_bpf_file_system(facts: &Facts) -> Vec<Finding> {
+    let pin_file_system = &facts.bpf_file_system;
+    let directory = pin_file_system.existing_directory.display();
+    if pin_file_system.is_bpf {
         return vec![Finding::ok(format!("{directory} is on a BPF file system"))];
     }
-    let why = "programs and maps are pinned there to outlive the daemon, which does not start without it";
-    let finding = Finding::fault(format!("{directory} is not on a BPF file system"), why);
-    let below = facts.settings.pin_directory.as_ref().is_none_or(|pins| pins.starts_with("/sys/fs/bpf"));
-    vec![if below {
+    let consequence = "programs and maps are pinned there to outlive the daemon, which does not start without it";
+    let finding = Finding::fault(format!("{directory} is not on a BPF file system"), consequence);
+    let is_below_default_mount =
+        facts.settings.pin_directory.as_ref().is_none_or(|pins| pins.starts_with("/sys/fs/bpf"));
+    vec![if is_below_default_mount {
         finding.with_fix(Fix::MountBpf)
     } else {
-        finding.with_remediation("name a `pin_directory` below /sys/fs/bpf")
+        finding.with_remedy_step("name a `pin_directory` below /sys/fs/bpf")
     }]
 }
 
-pub fn pins(facts: &Facts) -> Vec<Finding> {
+pub fn check_pins(facts: &Facts) -> Vec<Finding> {
     let Some(problem) = &facts.pins_problem else { return vec![Finding::ok("no pins of another version")] };
     let (why, command) = match facts.role {
         Role::Lb => ("the daemon does not start: the pinned program forwards packets now", "lb"),
@@ -106,23 +110,23 @@ pub fn pins(facts: &Facts) -> Vec<Finding> {
     let remedy = format!(
         "start the version that made it, or drain, then `coreward {command} --config FILE --detach` by that version"
     );
-    vec![Finding::fault(problem.clone(), why).with_remediation(remedy)]
+    vec![Finding::fault(problem.clone(), why).with_remedy_step(remedy)]
 }
 
 /// Minimum limit of open files: pins, maps, sockets, links and /proc. The controller needs one more per peer.
 const MIN_DAEMON_OPEN_FILES: u64 = 1024;
 const MIN_CONTROLLER_OPEN_FILES: u64 = 4096;
 
-pub fn open_files(facts: &Facts) -> Vec<Finding> {
+pub fn check_open_files(facts: &Facts) -> Vec<Finding> {
     let (needed, peers) = match facts.role {
         Role::Controller => (MIN_CONTROLLER_OPEN_FILES, "a connection to every agent and load balancer"),
         _ => (MIN_DAEMON_OPEN_FILES, "maps, links, and a descriptor for every socket of a service"),
     };
-    let found = format!("up to {} files may be open", facts.open_files_limit);
+    let observation = format!("up to {} files may be open", facts.open_files_limit);
     if facts.open_files_limit >= needed {
-        return vec![Finding::ok(found)];
+        return vec![Finding::ok(observation)];
     }
-    let why = format!("the daemon holds {peers}: it fails at the limit");
+    let consequence = format!("the daemon holds {peers}: it fails at the limit");
     let remedy = format!("ulimit -Hn {needed}; in the systemd unit: LimitNOFILE={needed}");
-    vec![Finding::fault(format!("{found}: expected {needed}"), &why).with_remediation(remedy)]
+    vec![Finding::fault(format!("{observation}: expected {needed}"), &consequence).with_remedy_step(remedy)]
 }

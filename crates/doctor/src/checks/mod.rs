@@ -30,10 +30,10 @@ pub struct Check {
 const LB_AND_SERVER: &[Role] = &[Role::Lb, Role::Server];
 const ALL_ROLES: &[Role] = &[Role::Lb, Role::Server, Role::Controller];
 const LB: &[Role] = &[Role::Lb];
-const SERVER: &[Role] = &[Role::Server];
-const CONTROLLER: &[Role] = &[Role::Controller];
+const SERVER_ONLY: &[Role] = &[Role::Server];
+const CONTROLLER_ONLY: &[Role] = &[Role::Controller];
 
-const fn check(
+const fn new_check(
     name: &'static str,
     roles: &'static [Role],
     expects: &'static str,
@@ -42,100 +42,175 @@ const fn check(
     Check { name, roles, expectation: expects, is_fixable: false, run_check: look }
 }
 
-const fn fixable_check(
+const fn new_fixable_check(
     name: &'static str,
     roles: &'static [Role],
     expects: &'static str,
     look: fn(&Facts) -> Vec<Finding>,
 ) -> Check {
-    Check { is_fixable: true, ..check(name, roles, expects, look) }
+    Check { is_fixable: true, ..new_check(name, roles, expects, look) }
 }
 
 /// All checks of `coreward doctor`, in the order of the report.
 pub const CHECKS: &[Check] = &[
-    check("kernel", LB_AND_SERVER, "Linux 6.1 or newer, with BTF", machine::kernel),
-    check("rights", LB_AND_SERVER, "CAP_NET_ADMIN, CAP_NET_RAW, CAP_PERFMON and CAP_BPF", machine::rights),
-    check(
+    new_check("kernel", LB_AND_SERVER, "Linux 6.1 or newer, with BTF", machine::check_kernel),
+    new_check("rights", LB_AND_SERVER, "CAP_NET_ADMIN, CAP_NET_RAW, CAP_PERFMON and CAP_BPF", machine::check_rights),
+    new_check(
         "programs",
         LB_AND_SERVER,
         "the kernel accepts the role's BPF programs (tcx or clsact, sk_reuseport, XDP)",
-        machine::programs,
+        machine::check_programs,
     ),
-    fixable_check("jit", LB_AND_SERVER, "BPF programs are compiled, not interpreted", machine::jit),
-    fixable_check(
+    new_fixable_check("jit", LB_AND_SERVER, "BPF programs are compiled, not interpreted", machine::check_jit),
+    new_fixable_check(
         "bpf-file-system",
         LB_AND_SERVER,
         "`pin_directory` is on a BPF file system",
-        machine::bpf_file_system,
+        machine::check_bpf_file_system,
     ),
-    check("pins", LB_AND_SERVER, "pins are of this version, or there are none", machine::pins),
-    check("open-files", ALL_ROLES, "the hard limit of open files is high enough", machine::open_files),
-    check("interface", LB_AND_SERVER, "the device exists, is Ethernet, up, and has a carrier", device::interface),
-    check("xdp", LB, "no other XDP program at the device; the driver supports XDP", device::xdp),
-    check("xdp-send", LB, "the driver sends the frames that XDP programs send", device::xdp_send),
-    check("mtu", LB, "frames fit one page, which native XDP requires", device::mtu),
-    check(
+    new_check("pins", LB_AND_SERVER, "pins are of this version, or there are none", machine::check_pins),
+    new_check("open-files", ALL_ROLES, "the hard limit of open files is high enough", machine::check_open_files),
+    new_check(
+        "interface",
+        LB_AND_SERVER,
+        "the device exists, is Ethernet, up, and has a carrier",
+        device::check_interface,
+    ),
+    new_check("xdp", LB, "no other XDP program at the device; the driver supports XDP", device::check_xdp),
+    new_check("xdp-send", LB, "the driver sends the frames that XDP programs send", device::check_xdp_send),
+    new_check("mtu", LB, "frames fit one page, which native XDP requires", device::check_mtu),
+    new_check(
         "outer-headers",
         LB,
         "packets that every IPv6 link takes fit with their outer headers",
-        device::outer_headers,
+        device::check_outer_header_room,
     ),
-    check("lro", LB, "the device does not merge packets in hardware", device::lro),
-    check("vlan-tags", LB, "the device leaves VLAN tags in frames, if it carries VLANs", device::vlan_tags),
-    check("queues", LB_AND_SERVER, "one receive queue per CPU", device::queues),
-    check("interrupts", LB_AND_SERVER, "each receive queue's interrupt goes to a CPU of its own", device::interrupts),
-    check("irqbalance", SERVER, "irqbalance does not run", rss::irqbalance),
-    check("rss", SERVER, "RSS key and table can be read, and hash TCP by Toeplitz over addresses and ports", rss::rss),
-    check("rss-ports", SERVER, "RSS hashes the ports of UDP and of TCP over IPv6, if a service uses them", rss::ports),
-    fixable_check("rps", SERVER, "RPS is off at the device", rss::rps),
-    fixable_check("rfs", SERVER, "RFS, also accelerated, is off at the device", rss::rfs),
-    check("flow-rules", SERVER, "no ntuple rules at the device", rss::flow_rules),
-    check("flow-director", SERVER, "the driver moves no open connections by itself (ATR)", rss::flow_director),
-    check("vip", LB_AND_SERVER, "server: each VIP on `lo`; load balancer: no VIP is its own address", addresses::vip),
-    check("ipv6", SERVER, "IPv6 is enabled at `lo` and the device, if a VIP is IPv6", addresses::ipv6),
-    check("segment", LB, "the address of every server on the segment is in the device's network", addresses::segment),
-    fixable_check("arp-ignore", SERVER, "no answers to ARP for addresses on `lo` (1 or 2)", addresses::arp_ignore),
-    fixable_check("arp-announce", SERVER, "no ARP in the name of addresses on `lo` (2)", addresses::arp_announce),
-    check(
+    new_check("lro", LB, "the device does not merge packets in hardware", device::check_lro),
+    new_check("vlan-tags", LB, "the device leaves VLAN tags in frames, if it carries VLANs", device::check_vlan_tags),
+    new_check("queues", LB_AND_SERVER, "one receive queue per CPU", device::check_queue_count),
+    new_check(
+        "interrupts",
+        LB_AND_SERVER,
+        "each receive queue's interrupt goes to a CPU of its own",
+        device::check_interrupts,
+    ),
+    new_check("irqbalance", SERVER_ONLY, "irqbalance does not run", rss::check_irqbalance),
+    new_check(
+        "rss",
+        SERVER_ONLY,
+        "RSS key and table can be read, and hash TCP by Toeplitz over addresses and ports",
+        rss::check_rss,
+    ),
+    new_check(
+        "rss-ports",
+        SERVER_ONLY,
+        "RSS hashes the ports of UDP and of TCP over IPv6, if a service uses them",
+        rss::check_port_hashing,
+    ),
+    new_fixable_check("rps", SERVER_ONLY, "RPS is off at the device", rss::check_rps),
+    new_fixable_check("rfs", SERVER_ONLY, "RFS, also accelerated, is off at the device", rss::check_rfs),
+    new_check("flow-rules", SERVER_ONLY, "no ntuple rules at the device", rss::check_flow_rules),
+    new_check(
+        "flow-director",
+        SERVER_ONLY,
+        "the driver moves no open connections by itself (ATR)",
+        rss::check_flow_director,
+    ),
+    new_check(
+        "vip",
+        LB_AND_SERVER,
+        "server: each VIP on `lo`; load balancer: no VIP is its own address",
+        addresses::check_vips,
+    ),
+    new_check("ipv6", SERVER_ONLY, "IPv6 is enabled at `lo` and the device, if a VIP is IPv6", addresses::check_ipv6),
+    new_check(
+        "segment",
+        LB,
+        "the address of every server on the segment is in the device's network",
+        addresses::check_segment_addresses,
+    ),
+    new_fixable_check(
+        "arp-ignore",
+        SERVER_ONLY,
+        "no answers to ARP for addresses on `lo` (1 or 2)",
+        addresses::check_arp_ignore,
+    ),
+    new_fixable_check(
+        "arp-announce",
+        SERVER_ONLY,
+        "no ARP in the name of addresses on `lo` (2)",
+        addresses::check_arp_announce,
+    ),
+    new_check(
         "rp-filter",
         LB_AND_SERVER,
         "no strict reverse path filter, if packets and replies use different devices",
-        routing::rp_filter,
+        routing::check_rp_filter,
     ),
-    check("forwarding", LB, "on, if a service has `timestamps = \"lb\"`", routing::forwarding),
-    fixable_check("send-redirects", LB, "off, if a service has `timestamps = \"lb\"`", routing::send_redirects),
-    check("announce", LB, "with `[announce]`: a routing daemon runs, and no rule uses its table", routing::announce),
-    check("tcp-timestamps", SERVER, "2, or set by the agent", clocks::tcp_timestamps),
-    check("clock-source", ALL_ROLES, "a clock source that is read without leaving the CPU", clocks::source),
-    check("clock-sync", ALL_ROLES, "the wall clock is synchronised (NTP)", clocks::synchronised),
-    check("conntrack", LB_AND_SERVER, "connection tracking does not see the services' packets", netfilter::conntrack),
-    check("dnat", SERVER, "no rule forwards services to other network namespaces", netfilter::dnat),
-    check("firewall", LB_AND_SERVER, "no chain drops the services' packets by default", netfilter::firewall),
-    check(
+    new_check("forwarding", LB, "on, if a service has `timestamps = \"lb\"`", routing::check_forwarding),
+    new_fixable_check(
+        "send-redirects",
+        LB,
+        "off, if a service has `timestamps = \"lb\"`",
+        routing::check_send_redirects,
+    ),
+    new_check(
+        "announce",
+        LB,
+        "with `[announce]`: a routing daemon runs, and no rule uses its table",
+        routing::check_announcement,
+    ),
+    new_check("tcp-timestamps", SERVER_ONLY, "2, or set by the agent", clocks::check_tcp_timestamps),
+    new_check(
+        "clock-source",
+        ALL_ROLES,
+        "a clock source that is read without leaving the CPU",
+        clocks::check_clock_source,
+    ),
+    new_check("clock-sync", ALL_ROLES, "the wall clock is synchronised (NTP)", clocks::check_clock_sync),
+    new_check(
+        "conntrack",
+        LB_AND_SERVER,
+        "connection tracking does not see the services' packets",
+        netfilter::check_conntrack,
+    ),
+    new_check("dnat", SERVER_ONLY, "no rule forwards services to other network namespaces", netfilter::check_dnat),
+    new_check("firewall", LB_AND_SERVER, "no chain drops the services' packets by default", netfilter::check_firewall),
+    new_check(
         "listeners",
-        SERVER,
+        SERVER_ONLY,
         "each service has listening sockets, with SO_REUSEPORT, one per core",
-        workers::listeners,
+        workers::check_listeners,
     ),
-    check("polling", SERVER, "no thread polls, if `load` is CPU time", workers::polling),
-    check("workers", SERVER, "workers are pinned to CPUs, if the agent steers by them", workers::pinned),
-    check("controller", LB_AND_SERVER, "the controller answers", controller::controller_connection),
-    check(
+    new_check("polling", SERVER_ONLY, "no thread polls, if `load` is CPU time", workers::check_polling_threads),
+    new_check(
+        "workers",
+        SERVER_ONLY,
+        "workers are pinned to CPUs, if the agent steers by them",
+        workers::check_pinned_workers,
+    ),
+    new_check("controller", LB_AND_SERVER, "the controller answers", controller::check_controller_connection),
+    new_check(
         "certificates",
         ALL_ROLES,
         "with `[tls]`: they name this daemon, and a third of their lifetime is left",
-        certificates::certificates,
+        certificates::check_certificates,
     ),
-    check("listen", CONTROLLER, "`listen` can be bound, or the controller answers there", controller::listen),
-    fixable_check(
+    new_check(
+        "listen",
+        CONTROLLER_ONLY,
+        "`listen` can be bound, or the controller answers there",
+        controller::check_listen_address,
+    ),
+    new_fixable_check(
         "store",
-        CONTROLLER,
+        CONTROLLER_ONLY,
         "the store's file and disk are writable, and only its owner can read it; or etcd answers and names the leader",
-        controller::store,
+        controller::check_store,
     ),
 ];
 
-pub fn run(facts: &Facts) -> Vec<(&'static Check, Finding)> {
-    let of_role = CHECKS.iter().filter(|check| check.roles.contains(&facts.role));
-    of_role.flat_map(|check| (check.run_check)(facts).into_iter().map(move |finding| (check, finding))).collect()
+pub fn run_all_checks(facts: &Facts) -> Vec<(&'static Check, Finding)> {
+    let checks_of_role = CHECKS.iter().filter(|check| check.roles.contains(&facts.role));
+    checks_of_role.flat_map(|check| (check.run_check)(facts).into_iter().map(move |finding| (check, finding))).collect()
 }

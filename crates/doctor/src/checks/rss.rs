@@ -13,27 +13,29 @@ const WRONG_CORE_CONSEQUENCE: &str =
 
 const UNKNOWN_CORE_CONSEQUENCE: &str = "the core of a connection is unknown: core-aware policies select by server only";
 
-pub fn rss(facts: &Facts) -> Vec<Finding> {
+pub fn check_rss(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
-    match &device.rss {
-        Ok((_, InputTransform::None)) if hides_input_transform(facts, device) => {
-            let name = facts.interface();
-            let found = format!(
-                "{name}: the driver mlx5_core hashes symmetrically by default, and reports it from Linux 6.15 on only; \
+    match &device.rss_entries_and_transform {
+        Ok((_, InputTransform::None)) if may_hide_input_transform(facts, device) => {
+            let interface_name = facts.interface();
+            let observation = format!(
+                "{interface_name}: the driver mlx5_core hashes symmetrically by default, and reports it from Linux \
+                 6.15 on only; \
                  the agent detects it by the queues of SYNs (`coreward status`: input_transform)"
             );
             vec![
-                Finding::unknown(found)
-                    .with_remediation(format!("Linux 6.15 or newer; there: ethtool -X {name} xfrm none")),
+                Finding::unknown(observation)
+                    .with_remedy_step(format!("Linux 6.15 or newer; there: ethtool -X {interface_name} xfrm none")),
             ]
         }
         Ok((entries, input)) => {
-            let symmetric = match input {
+            let symmetric_note = match input {
                 InputTransform::None => String::new(),
                 input => format!(" over a symmetric input ({}), which agent and load balancers follow", input.name()),
             };
             vec![Finding::ok(format!(
-                "a key and a table of {entries} entries{symmetric}; `coreward agent rss --interface {}` shows if they \
+                "a key and a table of {entries} entries{symmetric_note}; `coreward agent rss --interface {}` shows if \
+                 they \
                  are \
                  in force",
                 facts.interface()
@@ -42,26 +44,28 @@ pub fn rss(facts: &Facts) -> Vec<Finding> {
         Err(RssProblem::NoIndirectionTable(words)) => {
             vec![
                 Finding::warning(words.clone(), UNKNOWN_CORE_CONSEQUENCE)
-                    .with_remediation("a NIC (for a virtual machine: a device) with several queues and RSS"),
+                    .with_remedy_step("a NIC (for a virtual machine: a device) with several queues and RSS"),
             ]
         }
         Err(RssProblem::UnsupportedHash(words)) => {
-            let name = facts.interface();
-            let remedy = format!("ethtool -X {name} hfunc toeplitz; ethtool -N {name} rx-flow-hash tcp4 sdfn");
-            vec![Finding::warning(words.clone(), UNKNOWN_CORE_CONSEQUENCE).with_remediation(remedy)]
+            let interface_name = facts.interface();
+            let remedy = format!(
+                "ethtool -X {interface_name} hfunc toeplitz; ethtool -N {interface_name} rx-flow-hash tcp4 sdfn"
+            );
+            vec![Finding::warning(words.clone(), UNKNOWN_CORE_CONSEQUENCE).with_remedy_step(remedy)]
         }
     }
 }
 
 /// Returns whether the driver may hide the input transform: mlx5e_get_rxfh() reports it only since Linux 6.15.
-fn hides_input_transform(facts: &Facts, device: &Device) -> bool {
+fn may_hide_input_transform(facts: &Facts, device: &Device) -> bool {
     device.driver == "mlx5_core" && super::machine::parse_kernel_version(&facts.kernel.release) < (6, 15)
 }
 
-pub fn flow_director(facts: &Facts) -> Vec<Finding> {
+pub fn check_flow_director(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
     let (driver, name) = (&device.driver, facts.interface());
-    match device.moves_connections {
+    match device.moves_open_connections {
         None => vec![Finding::ok("the driver has no flow director")],
         Some(false) => vec![Finding::ok(format!("{driver} moves no connections"))],
         Some(true) => {
@@ -69,39 +73,41 @@ pub fn flow_director(facts: &Facts) -> Vec<Finding> {
                 "i40e" => format!("ethtool --set-priv-flags {name} flow-director-atr off"),
                 _ => format!("ethtool -K {name} ntuple on  # the link may go down for a moment"),
             };
-            let found = format!("{driver} moves open connections to the queue of the CPU that sent last (ATR)");
-            vec![Finding::warning(found, WRONG_CORE_CONSEQUENCE).with_remediation(remedy)]
+            let observation = format!("{driver} moves open connections to the queue of the CPU that sent last (ATR)");
+            vec![Finding::warning(observation, WRONG_CORE_CONSEQUENCE).with_remedy_step(remedy)]
         }
     }
 }
 
 /// Checks that the NIC includes ports in its hash. TCP over IPv4 is covered by [`check_rss`].
-pub fn ports(facts: &Facts) -> Vec<Finding> {
+pub fn check_port_hashing(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
-    let types = facts.services.iter().map(|service| FlowType::new(service.address.protocol, service.vip()));
-    let types: BTreeSet<FlowType> = types.filter(|flow_type| *flow_type != FlowType::Tcp4).collect();
-    types.into_iter().map(|flow_type| ports_of(facts, device, flow_type)).collect()
+    let flow_types = facts.services.iter().map(|service| FlowType::new(service.address.protocol, service.vip()));
+    let flow_types: BTreeSet<FlowType> = flow_types.filter(|flow_type| *flow_type != FlowType::Tcp4).collect();
+    flow_types.into_iter().map(|flow_type| check_ports_of_flow_type(facts, device, flow_type)).collect()
 }
 
-fn ports_of(facts: &Facts, device: &Device, flow_type: FlowType) -> Finding {
+fn check_ports_of_flow_type(facts: &Facts, device: &Device, flow_type: FlowType) -> Finding {
     let (interface, name) = (facts.interface(), flow_type.name());
-    match device.port_hashing.get(&flow_type) {
+    match device.port_hashing_by_flow_type.get(&flow_type) {
         None => Finding::unknown(format!("the driver does not report how it hashes {name}")),
         Some(true) => Finding::ok(format!("{name} is hashed by addresses and ports")),
         Some(false) => {
-            let why = "all packets of a client arrive at one core, which is not the predicted one";
-            let note = if flow_type == FlowType::Udp4 { "  # fragments then arrive on another queue" } else { "" };
-            Finding::warning(format!("{interface} hashes {name} by addresses alone"), why)
-                .with_remediation(format!("ethtool -N {interface} rx-flow-hash {name} sdfn{note}"))
+            let consequence = "all packets of a client arrive at one core, which is not the predicted one";
+            let fragment_note =
+                if flow_type == FlowType::Udp4 { "  # fragments then arrive on another queue" } else { "" };
+            Finding::warning(format!("{interface} hashes {name} by addresses alone"), consequence)
+                .with_remedy_step(format!("ethtool -N {interface} rx-flow-hash {name} sdfn{fragment_note}"))
         }
     }
 }
 
-pub fn irqbalance(facts: &Facts) -> Vec<Finding> {
+pub fn check_irqbalance(facts: &Facts) -> Vec<Finding> {
     if facts.device.as_ref().is_some_and(|device| device.rss_conflicts.is_irqbalance_running) {
-        let why = "it moves receive queues between CPUs, away from pinned workers";
+        let consequence = "it moves receive queues between CPUs, away from pinned workers";
         return vec![
-            Finding::warning("irqbalance is running", why).with_remediation("systemctl disable --now irqbalance"),
+            Finding::warning("irqbalance is running", consequence)
+                .with_remedy_step("systemctl disable --now irqbalance"),
         ];
     }
     vec![Finding::ok("does not run")]
@@ -109,9 +115,9 @@ pub fn irqbalance(facts: &Facts) -> Vec<Finding> {
 
 /// Adds a fix that writes zero to a sysfs attribute of these queues, effective until the next boot.
 fn with_zeroing_fix(facts: &Facts, finding: Finding, queues: &[String], attribute: &str) -> Finding {
-    let of_device = format!("/sys/class/net/{}/queues", facts.interface());
+    let queues_directory = format!("/sys/class/net/{}/queues", facts.interface());
     queues.iter().fold(finding, |finding, queue| {
-        finding.with_fix(Fix::WriteFile { path: format!("{of_device}/{queue}/{attribute}").into(), value: "0" })
+        finding.with_fix(Fix::WriteFile { path: format!("{queues_directory}/{queue}/{attribute}").into(), value: "0" })
     })
 }
 
@@ -119,23 +125,23 @@ fn unknown_without_sysfs(device: &Device) -> Option<Vec<Finding>> {
     (!device.is_sysfs_visible).then(|| vec![Finding::unknown("/sys shows another network namespace (or none)")])
 }
 
-pub fn rps(facts: &Facts) -> Vec<Finding> {
+pub fn check_rps(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
-    let queues = &device.rss_conflicts.rps_queues;
-    if queues.is_empty() {
+    let rps_queues = &device.rss_conflicts.rps_queues;
+    if rps_queues.is_empty() {
         return unknown_without_sysfs(device).unwrap_or_else(|| vec![Finding::ok("off")]);
     }
-    let found = format!("RPS is on for {} ({})", facts.interface(), queues.join(", "));
-    vec![with_zeroing_fix(facts, Finding::warning(found, WRONG_CORE_CONSEQUENCE), queues, "rps_cpus")]
+    let observation = format!("RPS is on for {} ({})", facts.interface(), rps_queues.join(", "));
+    vec![with_zeroing_fix(facts, Finding::warning(observation, WRONG_CORE_CONSEQUENCE), rps_queues, "rps_cpus")]
 }
 
-pub fn rfs(facts: &Facts) -> Vec<Finding> {
+pub fn check_rfs(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
     let rss_conflicts = &device.rss_conflicts;
     if !rss_conflicts.has_rfs() {
         return unknown_without_sysfs(device).unwrap_or_else(|| vec![Finding::ok("off")]);
     }
-    let found = format!(
+    let observation = format!(
         "{} is on for {} (net.core.rps_sock_flow_entries {}, {})",
         rss_conflicts.flow_steering_name(),
         facts.interface(),
@@ -144,13 +150,13 @@ pub fn rfs(facts: &Facts) -> Vec<Finding> {
     );
     vec![with_zeroing_fix(
         facts,
-        Finding::warning(found, WRONG_CORE_CONSEQUENCE),
+        Finding::warning(observation, WRONG_CORE_CONSEQUENCE),
         &rss_conflicts.rfs_queues,
         "rps_flow_cnt",
     )]
 }
 
-pub fn flow_rules(facts: &Facts) -> Vec<Finding> {
+pub fn check_flow_rules(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
     let (rules, name) = (device.rss_conflicts.flow_rule_count, facts.interface());
     if rules == 0 {
@@ -158,7 +164,7 @@ pub fn flow_rules(facts: &Facts) -> Vec<Finding> {
     }
     vec![
         Finding::warning(format!("{name} has {rules} flow rules"), WRONG_CORE_CONSEQUENCE)
-            .with_remediation(format!("ethtool -n {name}  # lists them"))
-            .with_remediation(format!("ethtool -N {name} delete NUMBER")),
+            .with_remedy_step(format!("ethtool -n {name}  # lists them"))
+            .with_remedy_step(format!("ethtool -N {name} delete NUMBER")),
     ]
 }

@@ -7,94 +7,116 @@ use coreward_model::tuple::Protocol;
 use crate::facts::{Facts, Service, Sockets};
 use crate::finding::Finding;
 
-fn readable_services(facts: &Facts) -> impl Iterator<Item = (&Service, &Result<Sockets, String>)> {
+fn services_with_sockets(facts: &Facts) -> impl Iterator<Item = (&Service, &Result<Sockets, String>)> {
     facts.services.iter().filter_map(|service| Some((service, service.sockets.as_ref()?)))
 }
 
-fn describe(service: &Service) -> String {
+fn describe_service(service: &Service) -> String {
     format!("{} at {}/{}", service.name, service.address.socket, service.address.protocol.name())
 }
 
-pub fn listeners(facts: &Facts) -> Vec<Finding> {
-    let queues =
-        facts.device.as_ref().and_then(|device| device.channels).map_or(1, |channels| usize::from(channels.receive));
-    let steers = facts.settings.steer != Steer::Off;
-    readable_services(facts).map(|(service, sockets)| check_service(service, sockets, queues, steers)).collect()
+pub fn check_listeners(facts: &Facts) -> Vec<Finding> {
+    let receive_queue_count = facts
+        .device
+        .as_ref()
+        .and_then(|device| device.channels)
+        .map_or(1, |channels| usize::from(channels.receive_queues));
+    let is_steering_on = facts.settings.steer != Steer::Off;
+    services_with_sockets(facts)
+        .map(|(service, sockets)| check_service_listeners(service, sockets, receive_queue_count, is_steering_on))
+        .collect()
 }
 
-fn check_service(service: &Service, sockets: &Result<Sockets, String>, queues: usize, steers: bool) -> Finding {
-    let name = describe(service);
+fn check_service_listeners(
+    service: &Service,
+    sockets: &Result<Sockets, String>,
+    queues: usize,
+    steers: bool,
+) -> Finding {
+    let service_description = describe_service(service);
     let sockets = match sockets {
         Ok(sockets) => sockets,
-        Err(reason) => return Finding::unknown(format!("{name}: {reason}")),
+        Err(reason) => return Finding::unknown(format!("{service_description}: {reason}")),
     };
-    let count = sockets.count;
-    if count == 0 {
-        let kind = if service.address.protocol == Protocol::Tcp { "refused" } else { "answered by ICMP" };
-        let why = format!("new connections that arrive here are {kind}");
-        return Finding::fault(format!("{name}: no process listens"), &why)
-            .with_remediation("start the server program, or drain this server: `coreward drain NAME`");
+    let socket_count = sockets.socket_count;
+    if socket_count == 0 {
+        let effect_on_connections =
+            if service.address.protocol == Protocol::Tcp { "refused" } else { "answered by ICMP" };
+        let consequence = format!("new connections that arrive here are {effect_on_connections}");
+        return Finding::fault(format!("{service_description}: no process listens"), &consequence)
+            .with_remedy_step("start the server program, or drain this server: `coreward drain NAME`");
     }
-    let why = "the kernel selects the worker: another core than the selected one may serve a connection";
-    let nginx = format!(
+    let consequence = "the kernel selects the worker: another core than the selected one may serve a connection";
+    let nginx_remedy = format!(
         "one socket per worker with SO_REUSEPORT (nginx: `listen {} reuseport`), or `steer = \"off\"`",
         service.address.socket
     );
     if steers && sockets.has_reuseport == Some(false) {
-        return Finding::warning(format!("{name}: no SO_REUSEPORT (sockets: {count})"), why).with_remediation(nginx);
+        return Finding::warning(
+            format!("{service_description}: no SO_REUSEPORT (sockets: {socket_count})"),
+            consequence,
+        )
+        .with_remedy_step(nginx_remedy);
     }
-    if steers && count < queues {
-        return Finding::warning(format!("{name}: sockets: {count}, receive queues: {queues}"), why)
-            .with_remediation(nginx);
+    if steers && socket_count < queues {
+        return Finding::warning(
+            format!("{service_description}: sockets: {socket_count}, receive queues: {queues}"),
+            consequence,
+        )
+        .with_remedy_step(nginx_remedy);
     }
-    Finding::ok(format!("{name}: sockets: {count}"))
+    Finding::ok(format!("{service_description}: sockets: {socket_count}"))
 }
 
-pub fn polling(facts: &Facts) -> Vec<Finding> {
-    if !facts.settings.load_by_cpu_time {
+pub fn check_polling_threads(facts: &Facts) -> Vec<Finding> {
+    if !facts.settings.is_load_cpu_time {
         return vec![];
     }
     if facts.polling_threads.is_empty() {
         return vec![Finding::ok("no pinned thread polls")];
     }
-    let threads: Vec<String> = facts
+    let thread_names: Vec<String> = facts
         .polling_threads
         .iter()
         .map(|polling| format!("{} (thread {}) on CPU {}", polling.name, polling.thread_id, polling.cpu))
         .collect();
-    let found = format!("threads that never wait (full load, or polling): {}", threads.join(", "));
-    let why = "the CPU of a server that polls (DPDK, AF_XDP) is busy all the time, whatever its load";
-    vec![Finding::warning(found, why).with_remediation(
+    let observation = format!("threads that never wait (full load, or polling): {}", thread_names.join(", "));
+    let consequence = "the CPU of a server that polls (DPDK, AF_XDP) is busy all the time, whatever its load";
+    vec![Finding::warning(observation, consequence).with_remedy_step(
         "if it polls: let it publish its load, and set `load = { source = \"published\", path = \"FILE\" }` in the \
          agent's file",
     )]
 }
 
-pub fn pinned(facts: &Facts) -> Vec<Finding> {
+pub fn check_pinned_workers(facts: &Facts) -> Vec<Finding> {
     if facts.settings.steer != Steer::Affinity {
         return vec![];
     }
     let of = |(service, sockets): (&Service, &Result<Sockets, String>)| {
-        let sockets = sockets.as_ref().ok().filter(|sockets| sockets.count > 0)?;
-        let name = describe(service);
+        let sockets = sockets.as_ref().ok().filter(|sockets| sockets.socket_count > 0)?;
+        let service_description = describe_service(service);
         if sockets.worker_cpus.is_empty() {
-            return Some(Finding::unknown(format!("{name}: no process waits for its sockets")));
+            return Some(Finding::unknown(format!("{service_description}: no process waits for its sockets")));
         }
         // On two CPUs a core with its sibling is the whole machine; one CPU leaves no choice.
-        let largest = MAX_PINNED_CPUS.min(facts.cpu_count.saturating_sub(1)).max(1);
-        let free = sockets.worker_cpus.iter().filter(|cpus| cpus.len() > largest).count();
-        if free == 0 {
+        let max_pinned_cpus = MAX_PINNED_CPUS.min(facts.cpu_count.saturating_sub(1)).max(1);
+        let unpinned_count = sockets.worker_cpus.iter().filter(|cpus| cpus.len() > max_pinned_cpus).count();
+        if unpinned_count == 0 {
             return Some(Finding::ok(format!(
-                "{name}: {} workers, each on a CPU of its own",
+                "{service_description}: {} workers, each on a CPU of its own",
                 sockets.worker_cpus.len()
             )));
         }
-        let why = "the agent steers by pinned workers (`steer = \"affinity\"`): it cannot assign queues to these";
-        let found = format!("{name}: {free} of {} workers may run anywhere", sockets.worker_cpus.len());
+        let consequence =
+            "the agent steers by pinned workers (`steer = \"affinity\"`): it cannot assign queues to these";
+        let observation = format!(
+            "{service_description}: {unpinned_count} of {} workers may run anywhere",
+            sockets.worker_cpus.len()
+        );
         Some(
-            Finding::warning(found, why)
-                .with_remediation("pin them (nginx: `worker_cpu_affinity auto;`), or `steer = \"order\"`"),
+            Finding::warning(observation, consequence)
+                .with_remedy_step("pin them (nginx: `worker_cpu_affinity auto;`), or `steer = \"order\"`"),
         )
     };
-    readable_services(facts).filter_map(of).collect()
+    services_with_sockets(facts).filter_map(of).collect()
 }

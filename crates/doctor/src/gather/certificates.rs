@@ -7,26 +7,26 @@ use crate::facts::{CertificateFacts, Role};
 
 /// Gathers facts about the daemon's certificates. `name` is that of this machine at the controller. Fails if the files
 /// are unusable, so that the daemon would not start.
-pub(super) fn gather(
+pub(super) fn gather_certificates(
     role: Role,
     files: Option<&CredentialFiles>,
     name: Option<&str>,
 ) -> anyhow::Result<Vec<CertificateFacts>> {
     let Some(tls) = table::load(files)? else { return Ok(Vec::new()) };
-    let certified = match role {
+    let certified_role = match role {
         Role::Lb => CertifiedRole::Lb,
         Role::Server => CertifiedRole::Agent,
         Role::Controller => CertifiedRole::Controller,
     };
     let identity = tls.identity();
-    let right = identity.role == certified && name.is_none_or(|name| name == identity.name.as_str());
-    let expected = name.map_or_else(|| certified.to_string(), |name| format!("{certified} {name}"));
+    let is_own_identity = identity.role == certified_role && name.is_none_or(|name| name == identity.name.as_str());
+    let expected = name.map_or_else(|| certified_role.to_string(), |name| format!("{certified_role} {name}"));
     let now = unix_now();
     let certificates = tls.certificates().into_iter().map(|(which, certificate)| CertificateFacts {
         usage: which,
         remaining_validity: certificate.remaining_validity(now),
         is_renewal_due: certificate.is_renewal_due(now),
-        wrong_owner: (which == "own" && !right).then(|| format!("{identity}: expected {expected}")),
+        wrong_owner: (which == "own" && !is_own_identity).then(|| format!("{identity}: expected {expected}")),
         subject: certificate.identity.as_ref().map_or(certificate.subject.clone(), ToString::to_string),
     });
     Ok(certificates.collect())

@@ -20,15 +20,15 @@ use tonic::transport::Endpoint;
 
 use crate::facts::{Role, Server, Service};
 
-const TIMEOUT: Duration = Duration::from_secs(5);
+const CONTROLLER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum size of a reply in bytes: 16,384 servers and 1,000 services are about 1 MB.
-const MAX_ANSWER_BYTES: usize = 64 << 20;
+const MAX_REPLY_BYTES: usize = 64 << 20;
 
 #[derive(Default)]
 pub(super) struct FleetFacts {
-    pub reachable_controller: Option<Result<SocketAddr, String>>,
+    pub controller_answer: Option<Result<SocketAddr, String>>,
     pub services: Vec<Service>,
-    pub servers: BTreeMap<String, Server>,
+    pub servers_by_name: BTreeMap<String, Server>,
     pub future_report_count: u64,
 }
 
@@ -42,59 +42,58 @@ pub(super) fn query_controllers(
 ) -> FleetFacts {
     let mut problems = Vec::new();
     for controller in controllers.iter().filter(|_| role != Role::Controller) {
-        match fetch(*controller, tls) {
+        match fetch_fleet(*controller, tls) {
             Err(error) => problems.push(format!("{error:#}")),
             Ok(reply) => return fleet_from_reply(&reply, *controller, name.filter(|_| role == Role::Server)),
         }
     }
-    FleetFacts {
-        reachable_controller: (!problems.is_empty()).then(|| Err(problems.join("; "))),
-        ..FleetFacts::default()
-    }
+    FleetFacts { controller_answer: (!problems.is_empty()).then(|| Err(problems.join("; "))), ..FleetFacts::default() }
 }
 
 /// Requests the fleet from a controller by gRPC, like the daemon.
-fn fetch(controller: SocketAddr, tls: Option<&CredentialFiles>) -> anyhow::Result<FleetReply> {
-    let tls = coreward_tls::table::load(tls)?.map(|tls| (tls, &[CertifiedRole::Controller][..]));
-    let unreachable = |reason: &dyn std::fmt::Display| {
+fn fetch_fleet(controller: SocketAddr, tls: Option<&CredentialFiles>) -> anyhow::Result<FleetReply> {
+    let tls_config = coreward_tls::table::load(tls)?.map(|tls| (tls, &[CertifiedRole::Controller][..]));
+    let unreachable_error = |reason: &dyn std::fmt::Display| {
         let expected = "expected a running `coreward controller` whose `listen` that is";
         anyhow!("no controller answers at {controller} ({reason}): {expected}")
     };
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
-        let endpoint = Endpoint::from_shared(format!("http://{controller}"))?.connect_timeout(TIMEOUT).timeout(TIMEOUT);
-        let channel = endpoint.connect_with_connector(Connector::new(controller, tls)).await;
-        let channel = channel.map_err(|error| unreachable(&anyhow!(error).root_cause()))?;
-        let mut client = ControlClient::new(channel).max_decoding_message_size(MAX_ANSWER_BYTES);
-        let reply = client.fleet(FleetRequest {}).await;
-        reply.map(tonic::Response::into_inner).map_err(|status| unreachable(&status.message()))
+        let endpoint = Endpoint::from_shared(format!("http://{controller}"))?
+            .connect_timeout(CONTROLLER_TIMEOUT)
+            .timeout(CONTROLLER_TIMEOUT);
+        let channel = endpoint.connect_with_connector(Connector::new(controller, tls_config)).await;
+        let channel = channel.map_err(|error| unreachable_error(&anyhow!(error).root_cause()))?;
+        let mut client = ControlClient::new(channel).max_decoding_message_size(MAX_REPLY_BYTES);
+        let fleet_reply = client.fleet(FleetRequest {}).await;
+        fleet_reply.map(tonic::Response::into_inner).map_err(|status| unreachable_error(&status.message()))
     })
 }
 
 /// Returns whether a controller with this configuration runs on this host, by asking its API.
 pub(super) fn is_running(config: &ControllerConfig) -> bool {
-    let asked = || -> anyhow::Result<()> {
+    let request_status = || -> anyhow::Result<()> {
         // If the listening address does not answer, the API belongs to another controller.
-        drop(std::net::TcpStream::connect_timeout(&config.listen, TIMEOUT)?);
+        drop(std::net::TcpStream::connect_timeout(&config.listen, CONTROLLER_TIMEOUT)?);
         let (scheme, ca) = match &config.tls {
             Some(files) if !config.api.ip().is_loopback() => ("https", Some(files.ca.clone())),
             _ => ("http", None),
         };
         let file = token_file(&config.token_directory, coreward_api::Role::Viewer);
-        let url = format!("{scheme}://{}", config.api).parse()?;
+        let api_url = format!("{scheme}://{}", config.api).parse()?;
         // On this host any name in the certificate is valid.
-        let client = Client::with_controllers(vec![url], &Credential::Token { file, ca }, ExpectedHost::Any)?;
+        let client = Client::with_controllers(vec![api_url], &Credential::Token { file, ca }, ExpectedHost::Any)?;
         tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(client.health())?;
         Ok(())
     };
-    asked().is_ok()
+    request_status().is_ok()
 }
 
 fn fleet_from_reply(reply: &FleetReply, controller: SocketAddr, server: Option<&str>) -> FleetFacts {
-    let ours = reply
+    let own_services = reply
         .services
         .iter()
         .filter(|service| server.is_none_or(|name| service.servers.iter().any(|server| server == name)));
-    let service = |service: &FleetService| {
+    let to_service = |service: &FleetService| {
         Some(Service {
             name: service.name.clone(),
             address: ServiceAddress::try_from(service.address.as_ref()?).ok()?,
@@ -104,20 +103,21 @@ fn fleet_from_reply(reply: &FleetReply, controller: SocketAddr, server: Option<&
             sockets: None,
         })
     };
-    let bridged: BTreeSet<&String> = ours
+    let names_of_segment_servers: BTreeSet<&String> = own_services
         .clone()
         .filter(|service| !service.forwarding.parse::<Forwarding>().unwrap_or_default().encapsulates())
         .flat_map(|service| &service.servers)
         .collect();
-    let server = |server: &FleetServer| {
-        let address = parse_address("address", &server.address).ok().filter(|address| !address.is_unspecified())?;
-        let is_on_segment = bridged.contains(&server.name) && server.vlan == 0;
-        Some((server.name.clone(), Server { address, is_on_segment }))
+    let to_server = |server: &FleetServer| {
+        let server_address =
+            parse_address("address", &server.address).ok().filter(|address| !address.is_unspecified())?;
+        let is_on_segment = names_of_segment_servers.contains(&server.name) && server.vlan == 0;
+        Some((server.name.clone(), Server { address: server_address, is_on_segment }))
     };
     FleetFacts {
-        reachable_controller: Some(Ok(controller)),
-        services: ours.filter_map(service).collect(),
-        servers: reply.servers.iter().filter_map(server).collect(),
+        controller_answer: Some(Ok(controller)),
+        services: own_services.filter_map(to_service).collect(),
+        servers_by_name: reply.servers.iter().filter_map(to_server).collect(),
         future_report_count: reply.reports_ahead,
     }
 }
@@ -128,20 +128,25 @@ mod tests {
 
     #[test]
     fn servers_behind_routers_or_in_vlans_are_not_on_the_segment() {
-        let service = |forwarding: &str, servers: &[&str]| FleetService {
+        let new_service = |forwarding: &str, servers: &[&str]| FleetService {
             forwarding: forwarding.to_owned(),
             servers: servers.iter().map(|name| (*name).to_owned()).collect(),
             ..FleetService::default()
         };
-        let server = |name: &str, vlan| FleetServer { name: name.to_owned(), address: vec![10, 1, 1, 2], vlan };
-        let reply = FleetReply {
-            services: vec![service("gue", &["routed", "both"]), service("", &["both", "near", "tagged"])],
-            servers: vec![server("routed", 0), server("both", 0), server("near", 0), server("tagged", 7)],
+        let new_server = |name: &str, vlan| FleetServer { name: name.to_owned(), address: vec![10, 1, 1, 2], vlan };
+        let fleet_reply = FleetReply {
+            services: vec![new_service("gue", &["routed", "both"]), new_service("", &["both", "near", "tagged"])],
+            servers: vec![
+                new_server("routed", 0),
+                new_server("both", 0),
+                new_server("near", 0),
+                new_server("tagged", 7),
+            ],
             ..FleetReply::default()
         };
-        let fleet = fleet_from_reply(&reply, "10.1.0.2:7400".parse().unwrap(), None);
-        let is_on_segment = fleet.servers.iter().filter(|(_, server)| server.is_on_segment);
-        assert_eq!(is_on_segment.map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ["both", "near"]);
-        assert_eq!(fleet.servers.len(), 4);
+        let fleet_facts = fleet_from_reply(&fleet_reply, "10.1.0.2:7400".parse().unwrap(), None);
+        let segment_servers = fleet_facts.servers_by_name.iter().filter(|(_, server)| server.is_on_segment);
+        assert_eq!(segment_servers.map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ["both", "near"]);
+        assert_eq!(fleet_facts.servers_by_name.len(), 4);
     }
 }

@@ -12,60 +12,65 @@ use nix::net::if_::{InterfaceFlags, if_nametoindex};
 use crate::facts::{Device, RssProblem, Settings};
 
 /// Gathers the facts about a network device; `None`: the device does not exist.
-pub(super) fn gather(name: &str, settings: &Settings, rss: Option<Box<dyn RssDevice>>) -> Option<Device> {
-    let index = if_nametoindex(name).ok()?;
-    let entries: Vec<_> = getifaddrs().into_iter().flatten().filter(|entry| entry.interface_name == name).collect();
+pub(super) fn gather_device(name: &str, settings: &Settings, rss: Option<Box<dyn RssDevice>>) -> Option<Device> {
+    let interface_index = if_nametoindex(name).ok()?;
+    let interface_entries: Vec<_> =
+        getifaddrs().into_iter().flatten().filter(|entry| entry.interface_name == name).collect();
     let up = InterfaceFlags::IFF_UP | InterfaceFlags::IFF_RUNNING;
-    let mac = entries.iter().find_map(|entry| entry.address.as_ref()?.as_link_addr()?.addr());
-    let rss = rss.unwrap_or_else(|| Box::new(EthtoolRss::new(name)));
-    let driver = ethtool::driver(name).unwrap_or_default();
+    let mac_address = interface_entries.iter().find_map(|entry| entry.address.as_ref()?.as_link_addr()?.addr());
+    let rss_device = rss.unwrap_or_else(|| Box::new(EthtoolRss::new(name)));
+    let driver_name = ethtool::driver_name(name).unwrap_or_default();
     let rss_conflicts = RssConflicts::gather(name);
     Some(Device {
-        is_up: entries.iter().any(|entry| entry.flags.contains(up)),
-        is_ethernet: mac.is_some_and(|mac| mac != [0; 6]),
+        is_up: interface_entries.iter().any(|entry| entry.flags.contains(up)),
+        is_ethernet: mac_address.is_some_and(|mac| mac != [0; 6]),
         mtu: device::mtu(name).unwrap_or(0),
-        moves_connections: moves_connections(name, &driver, &rss_conflicts),
+        moves_open_connections: moves_open_connections(name, &driver_name, &rss_conflicts),
         strips_vlan_tags: ethtool::strips_vlan_tags(name).unwrap_or(false),
-        vlans: vlans(name),
-        driver,
-        channels: coreward_dataplane::ethtool::all_channels(name).ok(),
+        vlan_devices: vlan_devices_of(name),
+        driver: driver_name,
+        channels: coreward_dataplane::ethtool::queue_counts(name).ok(),
         is_lro_enabled: ethtool::has_lro(name).unwrap_or(false),
-        port_hashing: FlowType::ALL.into_iter().filter_map(|of| Some((of, ethtool::hashes_ports(name, of)?))).collect(),
-        xdp: device::query_xdp_state(index).unwrap_or_default(),
-        veth_peer_has_xdp: coreward_dataplane::veth::peer_has_xdp(index),
-        xdp_send_errors: coreward_dataplane::ethtool::xdp_send_errors(name),
+        port_hashing_by_flow_type: FlowType::ALL
+            .into_iter()
+            .filter_map(|of| Some((of, ethtool::hashes_ports(name, of)?)))
+            .collect(),
+        xdp: device::query_xdp_state(interface_index).unwrap_or_default(),
+        veth_peer_has_xdp: coreward_dataplane::veth::peer_has_native_xdp(interface_index),
+        xdp_send_errors: coreward_dataplane::ethtool::xdp_transmit_errors(name),
         own_program_id: settings.pin_directory.as_deref().and_then(|pins| lb::pinned_program_id(pins).ok().flatten()),
         rss_conflicts,
-        interrupts: queues::interrupts(name),
-        rss: rss.read().map(|rss| (rss.indirection_table.entry_count(), rss.key.input_transform())).map_err(|error| {
-            match error {
+        interrupts_by_queue: queues::receive_queue_interrupts(name),
+        rss_entries_and_transform: rss_device
+            .read()
+            .map(|rss| (rss.indirection_table.entry_count(), rss.key.input_transform()))
+            .map_err(|error| match error {
                 RssError::Unsupported(_) => RssProblem::NoIndirectionTable(error.to_string()),
                 _ => RssProblem::UnsupportedHash(error.to_string()),
-            }
-        }),
+            }),
         is_sysfs_visible: sysfs::device_directory(name).is_some(),
     })
 }
 
 /// Returns whether the driver moves open connections to other queues, or `None` if it cannot. ixgbe and txgbe do it
 /// without rules for single flows (NETIF_F_NTUPLE in ixgbe_set_features() and wx_set_features()), i40e by a flag.
-fn moves_connections(name: &str, driver: &str, rss_conflicts: &RssConflicts) -> Option<bool> {
+fn moves_open_connections(name: &str, driver: &str, rss_conflicts: &RssConflicts) -> Option<bool> {
     match driver {
-        "ixgbe" | "txgbe" => Some(!rss_conflicts.takes_flow_rules),
+        "ixgbe" | "txgbe" => Some(!rss_conflicts.accepts_flow_rules),
         "i40e" => ethtool::private_flag(name, "flow-director-atr"),
         _ => None,
     }
 }
 
-fn vlans(name: &str) -> Vec<String> {
+fn vlan_devices_of(name: &str) -> Vec<String> {
     let Some(directory) = sysfs::device_directory(name) else { return vec![] };
-    let upper = |entry: std::fs::DirEntry| Some(entry.file_name().to_str()?.strip_prefix("upper_")?.to_owned());
+    let upper_device = |entry: std::fs::DirEntry| Some(entry.file_name().to_str()?.strip_prefix("upper_")?.to_owned());
     let is_vlan = |upper: &String| {
-        let event = std::fs::read_to_string(format!("/sys/class/net/{upper}/uevent")).unwrap_or_default();
-        event.lines().any(|line| line == "DEVTYPE=vlan")
+        let uevent_text = std::fs::read_to_string(format!("/sys/class/net/{upper}/uevent")).unwrap_or_default();
+        uevent_text.lines().any(|line| line == "DEVTYPE=vlan")
     };
-    let mut vlans: Vec<String> =
-        std::fs::read_dir(directory).into_iter().flatten().flatten().filter_map(upper).filter(is_vlan).collect();
-    vlans.sort();
-    vlans
+    let mut vlan_devices: Vec<String> =
+        std::fs::read_dir(directory).into_iter().flatten().flatten().filter_map(upper_device).filter(is_vlan).collect();
+    vlan_devices.sort();
+    vlan_devices
 }

@@ -20,141 +20,157 @@ use nix::net::if_::InterfaceFlags;
 use nix::sys::resource::{Resource, getrlimit};
 
 use crate::facts::{
-    Address, BpfFileSystem, Clock, Facts, IPV6_FORWARDING, Kernel, Role, Settings, device_sysctl, disable_ipv6_sysctl,
+    Address, BpfFileSystem, Clock, Facts, IPV6_FORWARDING_SYSCTL, Kernel, Role, Settings, device_sysctl_path,
+    disable_ipv6_sysctl_path,
 };
 pub use settings::CliOptions;
 
-const PIN_DIRECTORY: &str = "/sys/fs/bpf/coreward";
+const DEFAULT_PIN_DIRECTORY: &str = "/sys/fs/bpf/coreward";
 
 /// Gathers facts about this machine, even that a property is not visible. Fails if file or options are wrong.
 pub fn gather(options: &CliOptions) -> anyhow::Result<Facts> {
-    let options = options.read()?;
+    let options = options.gather_settings()?;
     let (role, settings) = (options.role, options.settings);
-    let fleet = controller::query_controllers(
+    let fleet_facts = controller::query_controllers(
         role,
         &settings.controllers,
-        options.tls.as_ref(),
+        options.tls_files.as_ref(),
         options.machine_name.as_deref(),
     );
     let mut services = options.services;
-    services.extend(fleet.services);
+    services.extend(fleet_facts.services);
     if role == Role::Server {
         services.iter_mut().for_each(|service| service.sockets = Some(sockets::gather_sockets(&service.address)));
     }
-    let missing_rights = capabilities::missing_capabilities()?;
+    let missing_capabilities = capabilities::missing_capabilities()?;
     Ok(Facts {
         role,
-        kernel: kernel(role, missing_rights.is_empty()),
+        kernel: gather_kernel(role, missing_capabilities.is_empty()),
         open_files_limit: getrlimit(Resource::RLIMIT_NOFILE).map_or(0, |(_, hard)| hard),
-        sysctls: sysctls(settings.interface.as_deref()),
-        bpf_file_system: bpf_file_system(settings.pin_directory.as_deref().unwrap_or(Path::new(PIN_DIRECTORY))),
-        pins_problem: if missing_rights.is_empty() { pins_problem(role, &settings) } else { None },
-        device: settings.interface.as_deref().and_then(|name| device::gather(name, &settings, options.rss)),
-        addresses: addresses(),
-        default_routes: default_routes(&fs::read_to_string("/proc/thread-self/net/route").unwrap_or_default()),
+        sysctl_values: read_sysctls(settings.interface.as_deref()),
+        bpf_file_system: find_bpf_file_system(
+            settings.pin_directory.as_deref().unwrap_or(Path::new(DEFAULT_PIN_DIRECTORY)),
+        ),
+        pins_problem: if missing_capabilities.is_empty() { pin_takeover_problem(role, &settings) } else { None },
+        device: settings
+            .interface
+            .as_deref()
+            .and_then(|name| device::gather_device(name, &settings, options.rss_device)),
+        addresses: gather_addresses(),
+        default_route_devices: default_route_devices(
+            &fs::read_to_string("/proc/thread-self/net/route").unwrap_or_default(),
+        ),
         cpu_count: std::thread::available_parallelism().map_or(1, usize::from),
-        clock: clock(),
-        netfilter: netfilter::gather(),
-        reachable_controller: fleet.reachable_controller,
+        clock: gather_clock(),
+        netfilter: netfilter::gather_netfilter(),
+        controller_answer: fleet_facts.controller_answer,
         services,
-        servers: fleet.servers,
-        future_report_count: fleet.future_report_count,
-        announcement: settings.announce_table.map(announcement::gather),
+        servers_by_name: fleet_facts.servers_by_name,
+        future_report_count: fleet_facts.future_report_count,
+        announcement: settings.announcement_table.map(announcement::gather_announcement),
         controller_facts: options.controller_facts,
         polling_threads: if role == Role::Server { polling::find_polling_threads() } else { Vec::new() },
-        certificates: certificates::gather(role, options.tls.as_ref(), options.machine_name.as_deref())?,
+        certificates: certificates::gather_certificates(
+            role,
+            options.tls_files.as_ref(),
+            options.machine_name.as_deref(),
+        )?,
         settings,
-        missing_rights,
+        missing_capabilities,
     })
 }
 
-fn kernel(role: Role, with_rights: bool) -> Kernel {
-    let release =
+fn gather_kernel(role: Role, with_rights: bool) -> Kernel {
+    let kernel_release =
         nix::sys::utsname::uname().map_or_else(|_| String::new(), |name| name.release().to_string_lossy().into());
-    let needed: &[&str] = match role {
+    let program_names: &[&str] = match role {
         Role::Lb => &["lb"],
         Role::Server => &["server", "steer", "cpu_load"],
         Role::Controller => &[],
     };
-    let programs = if with_rights { check::load_programs(needed) } else { Vec::new() };
+    let load_results = if with_rights { check::load_programs(program_names) } else { Vec::new() };
     Kernel {
-        release,
+        release: kernel_release,
         has_btf: Path::new("/sys/kernel/btf/vmlinux").exists(),
-        programs: programs
+        program_load_results: load_results
             .into_iter()
             .map(|(name, answer)| (name, answer.map_err(|error| format!("{error:#}"))))
             .collect(),
     }
 }
 
-fn sysctls(interface: Option<&str>) -> BTreeMap<String, String> {
-    let mut paths = vec!["net/core/bpf_jit_enable".to_owned(), "net/ipv4/tcp_timestamps".to_owned()];
+fn read_sysctls(interface: Option<&str>) -> BTreeMap<String, String> {
+    let mut sysctl_paths = vec!["net/core/bpf_jit_enable".to_owned(), "net/ipv4/tcp_timestamps".to_owned()];
     for device in ["all"].into_iter().chain(interface) {
         for name in ["arp_ignore", "arp_announce", "rp_filter", "forwarding", "send_redirects"] {
-            paths.push(device_sysctl(device, name));
+            sysctl_paths.push(device_sysctl_path(device, name));
         }
     }
-    paths.extend(["lo"].into_iter().chain(interface).map(disable_ipv6_sysctl));
-    paths.push(IPV6_FORWARDING.to_owned());
-    let read = |path: String| {
+    sysctl_paths.extend(["lo"].into_iter().chain(interface).map(disable_ipv6_sysctl_path));
+    sysctl_paths.push(IPV6_FORWARDING_SYSCTL.to_owned());
+    let read_sysctl = |path: String| {
         let value = fs::read_to_string(Path::new("/proc/sys").join(&path)).ok()?;
         Some((path, value.trim().to_owned()))
     };
-    paths.into_iter().filter_map(read).collect()
+    sysctl_paths.into_iter().filter_map(read_sysctl).collect()
 }
 
-fn bpf_file_system(pins: &Path) -> BpfFileSystem {
+fn find_bpf_file_system(pins: &Path) -> BpfFileSystem {
     let directory = pins.ancestors().find(|directory| directory.exists()).unwrap_or(Path::new("/"));
-    let kind = nix::sys::statfs::statfs(directory).map(|status| status.filesystem_type());
-    BpfFileSystem { directory: directory.to_owned(), is_bpf: kind == Ok(nix::sys::statfs::BPF_FS_MAGIC) }
+    let file_system_type = nix::sys::statfs::statfs(directory).map(|status| status.filesystem_type());
+    BpfFileSystem {
+        existing_directory: directory.to_owned(),
+        is_bpf: file_system_type == Ok(nix::sys::statfs::BPF_FS_MAGIC),
+    }
 }
 
-fn pins_problem(role: Role, settings: &Settings) -> Option<String> {
-    let pins = settings.pin_directory.as_deref()?;
+fn pin_takeover_problem(role: Role, settings: &Settings) -> Option<String> {
+    let pin_directory = settings.pin_directory.as_deref()?;
     match role {
-        Role::Lb => lb::pinned_problem(pins),
-        Role::Server => server::pinned_problem(pins).unwrap_or_else(|error| Some(format!("{error:#}"))),
+        Role::Lb => lb::take_over_problem(pin_directory),
+        Role::Server => server::take_over_problem(pin_directory).unwrap_or_else(|error| Some(format!("{error:#}"))),
         Role::Controller => None,
     }
 }
 
-fn addresses() -> Vec<Address> {
-    let entries = getifaddrs().into_iter().flatten().filter(|entry| entry.flags.contains(InterfaceFlags::IFF_UP));
-    let address = |entry: nix::ifaddrs::InterfaceAddress| {
+fn gather_addresses() -> Vec<Address> {
+    let interface_entries =
+        getifaddrs().into_iter().flatten().filter(|entry| entry.flags.contains(InterfaceFlags::IFF_UP));
+    let to_address = |entry: nix::ifaddrs::InterfaceAddress| {
         let ip = |address: Option<nix::sys::socket::SockaddrStorage>| {
-            let address = address?;
-            let ipv4 = address.as_sockaddr_in().map(|socket| IpAddr::from(socket.ip()));
-            ipv4.or_else(|| address.as_sockaddr_in6().map(|socket| IpAddr::from(socket.ip())))
+            let socket_address = address?;
+            let ipv4_address = socket_address.as_sockaddr_in().map(|socket| IpAddr::from(socket.ip()));
+            ipv4_address.or_else(|| socket_address.as_sockaddr_in6().map(|socket| IpAddr::from(socket.ip())))
         };
         Some(Address { address: ip(entry.address)?, mask: ip(entry.netmask)?, device: entry.interface_name })
     };
-    entries.filter_map(address).collect()
+    interface_entries.filter_map(to_address).collect()
 }
 
 /// Returns the devices of default routes (0.0.0.0/0) in the text of /proc/net/route.
-fn default_routes(text: &str) -> BTreeSet<String> {
-    let device = |line: &str| {
-        let words: Vec<&str> = line.split_whitespace().collect();
-        let (device, destination, mask) = (words.first()?, words.get(1)?, words.get(7)?);
+fn default_route_devices(text: &str) -> BTreeSet<String> {
+    let default_route_device = |line: &str| {
+        let columns: Vec<&str> = line.split_whitespace().collect();
+        let (device, destination, mask) = (columns.first()?, columns.get(1)?, columns.get(7)?);
         (*destination == "00000000" && *mask == "00000000").then(|| (*device).to_owned())
     };
-    text.lines().skip(1).filter_map(device).collect()
+    text.lines().skip(1).filter_map(default_route_device).collect()
 }
 
-fn clock() -> Clock {
-    let source = fs::read_to_string("/sys/devices/system/clocksource/clocksource0/current_clocksource");
+fn gather_clock() -> Clock {
+    let clock_source = fs::read_to_string("/sys/devices/system/clocksource/clocksource0/current_clocksource");
     // SAFETY: the struct consists of integers, for which zero is valid; with modes 0 the call changes nothing.
     let mut timex: libc::timex = unsafe { std::mem::zeroed() };
     // SAFETY: the struct outlives the call.
-    let answer = unsafe { libc::adjtimex(&raw mut timex) };
+    let adjtimex_result = unsafe { libc::adjtimex(&raw mut timex) };
     Clock {
-        source: source.unwrap_or_default().trim().to_owned(),
-        synchronised: (answer >= 0).then_some(timex.status & libc::STA_UNSYNC == 0),
+        clock_source: clock_source.unwrap_or_default().trim().to_owned(),
+        is_synchronised: (adjtimex_result >= 0).then_some(timex.status & libc::STA_UNSYNC == 0),
     }
 }
 
 /// Returns the directory of a file, whose path may be a bare name.
-fn directory_of(path: &Path) -> PathBuf {
+fn directory_of_file(path: &Path) -> PathBuf {
     path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new(".")).to_owned()
 }
 
@@ -172,22 +188,22 @@ mod tests {
         let text = "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n\
                     eth0\t00000000\t010200C0\t0003\t0\t0\t0\t00000000\t0\t0\t0\n\
                     eth1\t0000000A\t00000000\t0001\t0\t0\t0\t000000FF\t0\t0\t0\n";
-        assert_eq!(default_routes(text), BTreeSet::from(["eth0".to_owned()]));
-        assert!(default_routes("").is_empty());
+        assert_eq!(default_route_devices(text), BTreeSet::from(["eth0".to_owned()]));
+        assert!(default_route_devices("").is_empty());
     }
 
     #[test]
     fn facts_include_loopback_and_kernel() {
-        assert!(addresses().iter().any(|held| held.device == "lo" && held.address.is_loopback()));
-        assert!(kernel(Role::Lb, false).release.starts_with(|digit: char| digit.is_ascii_digit()));
-        assert!(sysctls(Some("lo")).contains_key("net/ipv4/conf/lo/arp_ignore"));
-        assert!(!bpf_file_system(Path::new("/proc/no/such/place")).is_bpf);
+        assert!(gather_addresses().iter().any(|held| held.device == "lo" && held.address.is_loopback()));
+        assert!(gather_kernel(Role::Lb, false).release.starts_with(|digit: char| digit.is_ascii_digit()));
+        assert!(read_sysctls(Some("lo")).contains_key("net/ipv4/conf/lo/arp_ignore"));
+        assert!(!find_bpf_file_system(Path::new("/proc/no/such/place")).is_bpf);
     }
 
     #[test]
-    fn port_in_use_cannot_be_bound() {
-        let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        assert!(bind_problem(taken.local_addr().unwrap()).unwrap().contains("in use"));
+    fn address_in_use_cannot_be_bound() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        assert!(bind_problem(listener.local_addr().unwrap()).unwrap().contains("in use"));
         assert_eq!(bind_problem("127.0.0.1:0".parse().unwrap()), None);
     }
 }

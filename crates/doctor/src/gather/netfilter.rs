@@ -10,122 +10,126 @@ use coreward_model::tuple::Protocol;
 use serde_json::Value;
 
 use crate::facts::Netfilter;
-use crate::nat_rules::{Chain, MatchCondition, NatRule};
+use crate::nat_rules::{MatchCondition, NatRule, NetfilterChain};
 
-pub(super) fn gather() -> Netfilter {
-    let legacy = fs::read_to_string("/proc/thread-self/net/ip_tables_names").unwrap_or_default();
-    Netfilter { chains: read_ruleset(), legacy_tables: legacy.lines().map(str::to_owned).collect() }
+pub(super) fn gather_netfilter() -> Netfilter {
+    let legacy_tables_text = fs::read_to_string("/proc/thread-self/net/ip_tables_names").unwrap_or_default();
+    Netfilter { chains: read_ruleset(), legacy_tables: legacy_tables_text.lines().map(str::to_owned).collect() }
 }
 
-fn read_ruleset() -> Result<Vec<Chain>, String> {
+fn read_ruleset() -> Result<Vec<NetfilterChain>, String> {
     // The PATH of a login shell may lack /usr/sbin.
-    let found = ["/usr/sbin/nft", "/sbin/nft", "nft"]
+    let nft_output = ["/usr/sbin/nft", "/sbin/nft", "nft"]
         .into_iter()
         .map(|nft| Command::new(nft).args(["--json", "list", "ruleset"]).output());
-    let Some(output) = found.flatten().next() else {
+    let Some(output) = nft_output.flatten().next() else {
         return Err("nft is not installed (Debian package nftables)".to_owned());
     };
     if !output.status.success() {
         return Err(format!("nft: {}", String::from_utf8_lossy(&output.stderr).trim()));
     }
-    let answer: Value = serde_json::from_slice(&output.stdout).map_err(|error| format!("nft --json: {error}"))?;
-    Ok(parse_chains(&answer))
+    let ruleset: Value = serde_json::from_slice(&output.stdout).map_err(|error| format!("nft --json: {error}"))?;
+    Ok(parse_chains(&ruleset))
 }
 
-fn parse_chains(ruleset: &Value) -> Vec<Chain> {
-    let objects = ruleset["nftables"].as_array().map_or(&[][..], Vec::as_slice);
-    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-    let name = |object: &Value, chain: &str| {
-        format!("{} {} {}", text(&object["family"]), text(&object["table"]), text(&object[chain]))
+fn parse_chains(ruleset: &Value) -> Vec<NetfilterChain> {
+    let ruleset_objects = ruleset["nftables"].as_array().map_or(&[][..], Vec::as_slice);
+    let to_text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    let qualified_name = |object: &Value, chain: &str| {
+        format!("{} {} {}", to_text(&object["family"]), to_text(&object["table"]), to_text(&object[chain]))
     };
-    let mut chains: BTreeMap<String, Chain> = BTreeMap::new();
-    for chain in objects.iter().filter_map(|object| object.get("chain")) {
-        let found = Chain {
-            name: name(chain, "name"),
-            hook: text(&chain["hook"]),
+    let mut chains_by_name: BTreeMap<String, NetfilterChain> = BTreeMap::new();
+    for chain in ruleset_objects.iter().filter_map(|object| object.get("chain")) {
+        let new_chain = NetfilterChain {
+            qualified_name: qualified_name(chain, "name"),
+            hook_name: to_text(&chain["hook"]),
             drops_by_default: chain["policy"] == "drop",
             // A chain of type nat tracks connections.
             tracks_connections: chain["type"] == "nat",
-            ..Chain::default()
+            ..NetfilterChain::default()
         };
-        chains.insert(found.name.clone(), found);
+        chains_by_name.insert(new_chain.qualified_name.clone(), new_chain);
     }
-    for rule in objects.iter().filter_map(|object| object.get("rule")) {
-        let Some(chain) = chains.get_mut(&name(rule, "chain")) else { continue };
+    for rule in ruleset_objects.iter().filter_map(|object| object.get("rule")) {
+        let Some(chain) = chains_by_name.get_mut(&qualified_name(rule, "chain")) else { continue };
         let expressions = rule["expr"].as_array().map_or(&[][..], Vec::as_slice);
         chain.accepts_packets |=
-            expressions.iter().any(|expression| has_key(expression, &["accept", "jump", "goto", "vmap"]));
-        chain.exempts_packets |= expressions.iter().any(|expression| has_key(expression, &["notrack"]));
-        let table = format!("{} {}", text(&rule["family"]), text(&rule["table"]));
-        let nat = parse_nat_rule(expressions, &table);
-        if nat.translates || !nat.jumps.is_empty() {
-            chain.rules.push(nat);
+            expressions.iter().any(|expression| contains_key(expression, &["accept", "jump", "goto", "vmap"]));
+        chain.exempts_packets |= expressions.iter().any(|expression| contains_key(expression, &["notrack"]));
+        let qualified_table = format!("{} {}", to_text(&rule["family"]), to_text(&rule["table"]));
+        let nat_rule = parse_nat_rule(expressions, &qualified_table);
+        if nat_rule.changes_destination || !nat_rule.jump_targets.is_empty() {
+            chain.rules.push(nat_rule);
         }
         chain.tracks_connections |= expressions.iter().any(|expression| {
             // `xt`: a match of iptables-nft.
-            let by_match =
+            let is_compat_match =
                 ["conntrack", "state", "connlimit", "connmark"].iter().any(|name| expression["xt"]["name"] == *name);
-            by_match || has_key(expression, &["ct", "masquerade", "dnat", "snat", "redirect"])
+            is_compat_match || contains_key(expression, &["ct", "masquerade", "dnat", "snat", "redirect"])
         });
     }
-    chains.into_values().collect()
+    chains_by_name.into_values().collect()
 }
 
 /// Parses a rule that changes destinations or jumps. `table` is the family and name of the chain's table.
 fn parse_nat_rule(expressions: &[Value], table: &str) -> NatRule {
-    let mut rule = NatRule::default();
+    let mut nat_rule = NatRule::default();
     for expression in expressions {
         // Targets of iptables-nft.
-        let by_target = ["DNAT", "REDIRECT"].iter().any(|name| expression["xt"]["name"] == *name);
-        rule.translates |= by_target || has_key(expression, &["dnat", "redirect"]);
-        add_jumps(expression, table, &mut rule.jumps);
-        add_conditions(&expression["match"], &mut rule.conditions);
+        let is_dnat_target = ["DNAT", "REDIRECT"].iter().any(|name| expression["xt"]["name"] == *name);
+        nat_rule.changes_destination |= is_dnat_target || contains_key(expression, &["dnat", "redirect"]);
+        add_jump_targets(expression, table, &mut nat_rule.jump_targets);
+        add_match_conditions(&expression["match"], &mut nat_rule.conditions);
     }
-    rule
+    nat_rule
 }
 
 /// Adds the names of chains to which an expression jumps, including those in a verdict map.
-fn add_jumps(value: &Value, table: &str, jumps: &mut Vec<String>) {
+fn add_jump_targets(value: &Value, table: &str, jumps: &mut Vec<String>) {
     match value {
         Value::Object(members) => {
             for (name, member) in members {
                 match member["target"].as_str().filter(|_| matches!(name.as_str(), "jump" | "goto")) {
                     Some(target) => jumps.push(format!("{table} {target}")),
-                    None => add_jumps(member, table, jumps),
+                    None => add_jump_targets(member, table, jumps),
                 }
             }
         }
-        Value::Array(members) => members.iter().for_each(|member| add_jumps(member, table, jumps)),
+        Value::Array(members) => members.iter().for_each(|member| add_jump_targets(member, table, jumps)),
         _ => {}
     }
 }
 
 /// Adds the conditions of a `match` expression to `conditions`; adds none if a value is not understood.
-fn add_conditions(expression: &Value, conditions: &mut Vec<MatchCondition>) {
+fn add_match_conditions(expression: &Value, conditions: &mut Vec<MatchCondition>) {
     if expression["op"] != "==" {
         return;
     }
     let (left, right) = (&expression["left"], &expression["right"]);
-    let values = right["set"].as_array().map_or(std::slice::from_ref(right), Vec::as_slice);
+    let matched_values = right["set"].as_array().map_or(std::slice::from_ref(right), Vec::as_slice);
     let (header, field) = (left["payload"]["protocol"].as_str(), left["payload"]["field"].as_str());
     match (header, field) {
         (Some("ip" | "ip6"), Some("daddr")) => {
-            conditions
-                .extend(values.iter().map(parse_address_range).collect::<Option<_>>().map(MatchCondition::Address));
+            conditions.extend(
+                matched_values.iter().map(parse_address_range).collect::<Option<_>>().map(MatchCondition::Address),
+            );
         }
         (Some(header), Some("dport")) => {
-            conditions.extend(values.iter().map(parse_port_range).collect::<Option<_>>().map(MatchCondition::Port));
+            conditions
+                .extend(matched_values.iter().map(parse_port_range).collect::<Option<_>>().map(MatchCondition::Port));
             conditions
                 .extend(parse_protocol(&Value::from(header)).map(|protocol| MatchCondition::Protocol(vec![protocol])));
         }
-        (Some("ip"), Some("protocol")) | (Some("ip6"), Some("nexthdr")) => add_protocols(values, conditions),
-        _ if left["meta"]["key"] == "l4proto" => add_protocols(values, conditions),
+        (Some("ip"), Some("protocol")) | (Some("ip6"), Some("nexthdr")) => {
+            add_protocol_condition(matched_values, conditions)
+        }
+        _ if left["meta"]["key"] == "l4proto" => add_protocol_condition(matched_values, conditions),
         _ => {}
     }
 }
 
 /// Adds a condition on the protocol. Protocols that no service uses match no service.
-fn add_protocols(values: &[Value], conditions: &mut Vec<MatchCondition>) {
+fn add_protocol_condition(values: &[Value], conditions: &mut Vec<MatchCondition>) {
     if values.iter().all(|value| value.is_string() || value.is_u64()) {
         conditions.push(MatchCondition::Protocol(values.iter().filter_map(parse_protocol).collect()));
     }
@@ -138,41 +142,41 @@ fn parse_protocol(value: &Value) -> Option<Protocol> {
 }
 
 fn parse_port_range(value: &Value) -> Option<RangeInclusive<u16>> {
-    let port = |value: &Value| value.as_u64()?.try_into().ok();
+    let to_port = |value: &Value| value.as_u64()?.try_into().ok();
     match value["range"].as_array().map(Vec::as_slice) {
-        Some([first, last]) => Some(port(first)?..=port(last)?),
-        _ => port(value).map(|port| port..=port),
+        Some([first, last]) => Some(to_port(first)?..=to_port(last)?),
+        _ => to_port(value).map(|port| port..=port),
     }
 }
 
 fn parse_address_range(value: &Value) -> Option<RangeInclusive<IpAddr>> {
-    let address = |value: &Value| value.as_str()?.parse::<IpAddr>().ok();
+    let to_address = |value: &Value| value.as_str()?.parse::<IpAddr>().ok();
     if let Some([first, last]) = value["range"].as_array().map(Vec::as_slice) {
-        return Some(address(first)?..=address(last)?);
+        return Some(to_address(first)?..=to_address(last)?);
     }
     let prefix = &value["prefix"];
     if prefix.is_null() {
-        return address(value).map(|address| address..=address);
+        return to_address(value).map(|address| address..=address);
     }
-    let length = u32::try_from(prefix["len"].as_u64()?).ok()?;
-    Some(match address(&prefix["addr"])? {
+    let prefix_length = u32::try_from(prefix["len"].as_u64()?).ok()?;
+    Some(match to_address(&prefix["addr"])? {
         IpAddr::V4(first) => {
-            let hosts = u32::MAX.checked_shr(length).unwrap_or(0);
-            first.into()..=Ipv4Addr::from_bits(first.to_bits() | hosts).into()
+            let host_bits = u32::MAX.checked_shr(prefix_length).unwrap_or(0);
+            first.into()..=Ipv4Addr::from_bits(first.to_bits() | host_bits).into()
         }
         IpAddr::V6(first) => {
-            let hosts = u128::MAX.checked_shr(length).unwrap_or(0);
-            first.into()..=Ipv6Addr::from_bits(first.to_bits() | hosts).into()
+            let host_bits = u128::MAX.checked_shr(prefix_length).unwrap_or(0);
+            first.into()..=Ipv6Addr::from_bits(first.to_bits() | host_bits).into()
         }
     })
 }
 
-fn has_key(value: &Value, keys: &[&str]) -> bool {
+fn contains_key(value: &Value, keys: &[&str]) -> bool {
     match value {
         Value::Object(members) => {
-            members.iter().any(|(name, member)| keys.contains(&name.as_str()) || has_key(member, keys))
+            members.iter().any(|(name, member)| keys.contains(&name.as_str()) || contains_key(member, keys))
         }
-        Value::Array(members) => members.iter().any(|member| has_key(member, keys)),
+        Value::Array(members) => members.iter().any(|member| contains_key(member, keys)),
         _ => false,
     }
 }
@@ -202,28 +206,34 @@ mod tests {
 
     #[test]
     fn netfilter_chains_are_described_by_their_rules() {
-        let found = parse_chains(&serde_json::from_str(RULESET).unwrap());
-        let of = |name: &str| found.iter().find(|chain| chain.name == format!("ip filter {name}")).unwrap().clone();
-        let chain = |name: &str, hook: &str| Chain {
-            name: format!("ip filter {name}"),
-            hook: hook.to_owned(),
-            ..Chain::default()
+        let parsed_chains = parse_chains(&serde_json::from_str(RULESET).unwrap());
+        let of = |name: &str| {
+            parsed_chains.iter().find(|chain| chain.qualified_name == format!("ip filter {name}")).unwrap().clone()
+        };
+        let new_chain = |name: &str, hook: &str| NetfilterChain {
+            qualified_name: format!("ip filter {name}"),
+            hook_name: hook.to_owned(),
+            ..NetfilterChain::default()
         };
         assert_eq!(
             of("input"),
-            Chain {
+            NetfilterChain {
                 drops_by_default: true,
                 accepts_packets: true,
                 tracks_connections: true,
-                ..chain("input", "input")
+                ..new_chain("input", "input")
             }
         );
-        assert_eq!(of("raw"), Chain { exempts_packets: true, ..chain("raw", "prerouting") });
-        assert_eq!(of("own"), Chain { tracks_connections: true, ..chain("own", "") });
-        let translates = NatRule { translates: true, ..NatRule::default() };
+        assert_eq!(of("raw"), NetfilterChain { exempts_packets: true, ..new_chain("raw", "prerouting") });
+        assert_eq!(of("own"), NetfilterChain { tracks_connections: true, ..new_chain("own", "") });
+        let translating_rule = NatRule { changes_destination: true, ..NatRule::default() };
         assert_eq!(
             of("out"),
-            Chain { tracks_connections: true, rules: vec![translates], ..chain("out", "postrouting") }
+            NetfilterChain {
+                tracks_connections: true,
+                rules: vec![translating_rule],
+                ..new_chain("out", "postrouting")
+            }
         );
         assert!(parse_chains(&Value::Null).is_empty());
     }
@@ -231,27 +241,27 @@ mod tests {
     /// Rules of Docker 20.10 (iptables-nft), of Kubernetes and by hand, as nft 1.0.6 prints them.
     #[test]
     fn rules_have_the_conditions_of_their_expressions() {
-        let rule =
+        let parse_rule =
             |text: &str| parse_nat_rule(serde_json::from_str::<Value>(text).unwrap().as_array().unwrap(), "ip nat");
-        let docker = r#"[{"match": {"op": "!=", "left": {"meta": {"key": "iifname"}}, "right": "docker0"}},
+        let docker_rule = r#"[{"match": {"op": "!=", "left": {"meta": {"key": "iifname"}}, "right": "docker0"}},
             {"match": {"op": "==", "left": {"meta": {"key": "l4proto"}}, "right": "tcp"}},
             {"match": {"op": "==", "left": {"payload": {"protocol": "tcp", "field": "dport"}}, "right": 8080}},
             {"counter": {"packets": 0, "bytes": 0}}, {"xt": {"type": "target", "name": "DNAT"}}]"#;
-        let tcp = || MatchCondition::Protocol(vec![Protocol::Tcp]);
-        let conditions = vec![tcp(), MatchCondition::Port(vec![8080..=8080]), tcp()];
-        assert_eq!(rule(docker), NatRule { conditions, translates: true, jumps: vec![] });
-        let prefix = r#"[{"match": {"op": "==", "left": {"payload": {"protocol": "ip", "field": "daddr"}},
+        let tcp_condition = || MatchCondition::Protocol(vec![Protocol::Tcp]);
+        let conditions = vec![tcp_condition(), MatchCondition::Port(vec![8080..=8080]), tcp_condition()];
+        assert_eq!(parse_rule(docker_rule), NatRule { conditions, changes_destination: true, jump_targets: vec![] });
+        let prefix_rule = r#"[{"match": {"op": "==", "left": {"payload": {"protocol": "ip", "field": "daddr"}},
             "right": {"prefix": {"addr": "10.96.0.0", "len": 12}}}}, {"jump": {"target": "KUBE-SERVICES"}}]"#;
-        let range = "10.96.0.0".parse().unwrap()..="10.111.255.255".parse().unwrap();
-        let conditions = vec![MatchCondition::Address(vec![range])];
-        let jumps = vec!["ip nat KUBE-SERVICES".to_owned()];
-        assert_eq!(rule(prefix), NatRule { conditions, translates: false, jumps });
-        let set = r#"[{"match": {"op": "==", "left": {"payload": {"protocol": "th", "field": "dport"}},
+        let address_range = "10.96.0.0".parse().unwrap()..="10.111.255.255".parse().unwrap();
+        let conditions = vec![MatchCondition::Address(vec![address_range])];
+        let jump_targets = vec!["ip nat KUBE-SERVICES".to_owned()];
+        assert_eq!(parse_rule(prefix_rule), NatRule { conditions, changes_destination: false, jump_targets });
+        let set_rule = r#"[{"match": {"op": "==", "left": {"payload": {"protocol": "th", "field": "dport"}},
             "right": {"set": [80, {"range": [8000, 8010]}]}}}, {"redirect": {"port": 3128}}]"#;
-        assert_eq!(rule(set).conditions, [MatchCondition::Port(vec![80..=80, 8000..=8010])]);
+        assert_eq!(parse_rule(set_rule).conditions, [MatchCondition::Port(vec![80..=80, 8000..=8010])]);
         // A named set is not understood: the rule may match anything.
-        let named = r#"[{"match": {"op": "==", "left": {"payload": {"protocol": "ip", "field": "daddr"}},
+        let named_set_rule = r#"[{"match": {"op": "==", "left": {"payload": {"protocol": "ip", "field": "daddr"}},
             "right": "@vips"}}, {"dnat": {"addr": "10.0.0.1"}}]"#;
-        assert_eq!(rule(named), NatRule { translates: true, ..NatRule::default() });
+        assert_eq!(parse_rule(named_set_rule), NatRule { changes_destination: true, ..NatRule::default() });
     }
 }

@@ -13,49 +13,59 @@ const SAMPLE_DURATION: Duration = Duration::from_millis(500);
 /// Runnable thread, with the number of its waits (voluntary context switches) so far.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct RunnableThread {
-    name: String,
+    thread_name: String,
     cpu: usize,
-    wait_count: u64,
+    voluntary_switch_count: u64,
 }
 
 /// Returns the polling threads of this network namespace. Takes half a second if there are candidates.
 pub fn find_polling_threads() -> Vec<PollingThread> {
-    let before = read_runnable_threads();
-    if before.is_empty() {
+    let threads_before = read_runnable_threads();
+    if threads_before.is_empty() {
         return vec![];
     }
     std::thread::sleep(SAMPLE_DURATION);
-    let after = read_runnable_threads();
-    let polls = |(thread, now): (u32, RunnableThread)| {
-        (before.get(&thread) == Some(&now)).then_some(PollingThread { thread_id: thread, name: now.name, cpu: now.cpu })
+    let threads_after = read_runnable_threads();
+    let to_polling_thread = |(thread, now): (u32, RunnableThread)| {
+        (threads_before.get(&thread) == Some(&now)).then_some(PollingThread {
+            thread_id: thread,
+            name: now.thread_name,
+            cpu: now.cpu,
+        })
     };
-    after.into_iter().filter_map(polls).collect()
+    threads_after.into_iter().filter_map(to_polling_thread).collect()
 }
 
 /// Returns the pinned runnable threads by thread id, without those that have ended meanwhile.
 fn read_runnable_threads() -> BTreeMap<u32, RunnableThread> {
-    let own = fs::read_link("/proc/self/ns/net").ok();
-    let is_here = |process: &Path| fs::read_link(process.join("ns/net")).ok() == own;
-    let numbers = |directory: &Path| {
+    let own_namespace = fs::read_link("/proc/self/ns/net").ok();
+    let is_in_own_namespace = |process: &Path| fs::read_link(process.join("ns/net")).ok() == own_namespace;
+    let numbered_entries = |directory: &Path| {
         let entries = fs::read_dir(directory).into_iter().flatten().flatten();
         entries.filter(|entry| entry.file_name().to_string_lossy().parse::<u32>().is_ok()).collect::<Vec<_>>()
     };
-    let processes = numbers(Path::new("/proc")).into_iter().filter(|process| is_here(&process.path()));
-    let threads = processes.flat_map(|process| numbers(&process.path().join("task")));
-    let status = |thread: fs::DirEntry| {
-        let number = thread.file_name().to_string_lossy().parse().ok()?;
-        Some((number, parse(&fs::read_to_string(thread.path().join("status")).ok()?)?))
+    let process_directories =
+        numbered_entries(Path::new("/proc")).into_iter().filter(|process| is_in_own_namespace(&process.path()));
+    let thread_directories = process_directories.flat_map(|process| numbered_entries(&process.path().join("task")));
+    let read_thread = |thread: fs::DirEntry| {
+        let thread_id = thread.file_name().to_string_lossy().parse().ok()?;
+        Some((thread_id, parse_thread_status(&fs::read_to_string(thread.path().join("status")).ok()?)?))
     };
-    threads.filter_map(status).collect()
+    thread_directories.filter_map(read_thread).collect()
 }
 
 /// Parses /proc/PID/status (proc(5)). Returns `None` if the thread waits, or may run on several CPUs.
-fn parse(status: &str) -> Option<RunnableThread> {
-    let value = |key: &str| status.lines().find_map(|line| Some(line.strip_prefix(key)?.strip_prefix(':')?.trim()));
-    let is_running = value("State")?.starts_with('R');
-    let cpu = value("Cpus_allowed_list")?.parse().ok()?;
-    let wait_count = value("voluntary_ctxt_switches")?.parse().ok()?;
-    is_running.then(|| RunnableThread { name: value("Name").unwrap_or_default().to_owned(), cpu, wait_count })
+fn parse_thread_status(status: &str) -> Option<RunnableThread> {
+    let field_value =
+        |key: &str| status.lines().find_map(|line| Some(line.strip_prefix(key)?.strip_prefix(':')?.trim()));
+    let is_running = field_value("State")?.starts_with('R');
+    let cpu = field_value("Cpus_allowed_list")?.parse().ok()?;
+    let voluntary_switch_count = field_value("voluntary_ctxt_switches")?.parse().ok()?;
+    is_running.then(|| RunnableThread {
+        thread_name: field_value("Name").unwrap_or_default().to_owned(),
+        cpu,
+        voluntary_switch_count,
+    })
 }
 
 #[cfg(test)]
@@ -63,13 +73,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_pinned_threads_that_run_are_candidates() {
-        let status = |state: &str, cpus: &str| {
+    fn only_pinned_runnable_threads_are_candidates() {
+        let status_text = |state: &str, cpus: &str| {
             format!("Name:\tdpdk\nState:\t{state}\nCpus_allowed_list:\t{cpus}\nvoluntary_ctxt_switches:\t7\n")
         };
-        let expected = RunnableThread { name: "dpdk".to_owned(), cpu: 3, wait_count: 7 };
-        assert_eq!(parse(&status("R (running)", "3")), Some(expected));
-        assert_eq!(parse(&status("S (sleeping)", "3")), None);
-        assert_eq!(parse(&status("R (running)", "0-3")), None);
+        let expected = RunnableThread { thread_name: "dpdk".to_owned(), cpu: 3, voluntary_switch_count: 7 };
+        assert_eq!(parse_thread_status(&status_text("R (running)", "3")), Some(expected));
+        assert_eq!(parse_thread_status(&status_text("S (sleeping)", "3")), None);
+        assert_eq!(parse_thread_status(&status_text("R (running)", "0-3")), None);
     }
 }

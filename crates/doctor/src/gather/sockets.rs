@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::os::fd::AsFd as _;
 
-use coreward_dataplane::listeners::{self, Listener};
+use coreward_dataplane::listeners::{self, ServiceSocket};
 use coreward_model::ServiceAddress;
 use coreward_model::tuple::Protocol;
 use nix::sys::socket::{getsockopt, sockopt};
@@ -11,23 +11,25 @@ use nix::sys::socket::{getsockopt, sockopt};
 use crate::facts::Sockets;
 
 pub(super) fn gather_sockets(service: &ServiceAddress) -> Result<Sockets, String> {
-    gather(service).map_err(|error| format!("{error:#}"))
+    try_gather_sockets(service).map_err(|error| format!("{error:#}"))
 }
 
-fn gather(service: &ServiceAddress) -> anyhow::Result<Sockets> {
-    let inodes = match service.protocol {
+fn try_gather_sockets(service: &ServiceAddress) -> anyhow::Result<Sockets> {
+    let socket_inodes = match service.protocol {
         Protocol::Tcp => listeners::tcp_listener_inodes(service.socket)?,
         Protocol::Udp => listeners::udp_socket_inodes(service.socket)?,
     };
     // Like the agent: processes that wait by epoll, or else those that have the socket open.
-    let mut found: BTreeMap<u64, Listener> =
-        listeners::find_waiters(&inodes)?.into_iter().map(|listener| (listener.inode, listener)).collect();
-    let others = inodes.iter().copied().filter(|inode| !found.contains_key(inode)).collect();
-    found.extend(listeners::find_owners(&others)?.into_iter().map(|listener| (listener.inode, listener)));
-    let has_reuseport = found.values().find_map(|listener| {
+    let mut listeners_by_inode: BTreeMap<u64, ServiceSocket> =
+        listeners::find_epoll_waiters(&socket_inodes)?.into_iter().map(|listener| (listener.inode, listener)).collect();
+    let inodes_without_waiter =
+        socket_inodes.iter().copied().filter(|inode| !listeners_by_inode.contains_key(inode)).collect();
+    listeners_by_inode
+        .extend(listeners::find_owners(&inodes_without_waiter)?.into_iter().map(|listener| (listener.inode, listener)));
+    let has_reuseport = listeners_by_inode.values().find_map(|listener| {
         let socket = listeners::duplicate_socket(listener).ok()?;
         getsockopt(&socket.as_fd(), sockopt::ReusePort).ok()
     });
-    let worker_cpus = found.into_values().map(|listener| listener.cpu_affinity).collect();
-    Ok(Sockets { count: inodes.len(), has_reuseport, worker_cpus })
+    let worker_cpus = listeners_by_inode.into_values().map(|listener| listener.cpu_affinity).collect();
+    Ok(Sockets { socket_count: socket_inodes.len(), has_reuseport, worker_cpus })
 }

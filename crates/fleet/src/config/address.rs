@@ -28,7 +28,7 @@ pub fn server_address_error(address: IpAddr) -> Option<&'static str> {
 }
 
 fn ipv6_address_error(address: Ipv6Addr) -> Option<&'static str> {
-    let reasons = [
+    let rejected_ranges = [
         (address.is_unspecified(), " is the unspecified address"),
         (address.is_loopback(), " is the loopback address"),
         (address.is_multicast(), " is a multicast address"),
@@ -37,7 +37,7 @@ fn ipv6_address_error(address: Ipv6Addr) -> Option<&'static str> {
         // No packet carries an IPv4-mapped address: sockets use it for IPv4.
         (address.to_ipv4_mapped().is_some(), " is an IPv4-mapped address"),
     ];
-    reasons.into_iter().find_map(|(applies, reason)| applies.then_some(reason))
+    rejected_ranges.into_iter().find_map(|(applies, reason)| applies.then_some(reason))
 }
 
 pub fn is_host_ipv4(address: Ipv4Addr) -> bool {
@@ -58,9 +58,9 @@ impl Vip {
 impl FromToml for Vip {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parse_text(value, reader, |written| {
-            let vip = written.parse::<SocketAddr>().map_err(|_| "");
-            let usable = vip.and_then(|vip| vip_error(vip).map_or(Ok(vip), Err));
-            usable.map(Vip).map_err(|reason| format!("VIP {written:?}{reason}: expected {}", Self::expected()))
+            let parsed_vip = written.parse::<SocketAddr>().map_err(|_| "");
+            let valid_vip = parsed_vip.and_then(|vip| vip_error(vip).map_or(Ok(vip), Err));
+            valid_vip.map(Vip).map_err(|reason| format!("VIP {written:?}{reason}: expected {}", Self::expected()))
         })
     }
 
@@ -80,11 +80,11 @@ pub struct ServerAddress(pub IpAddr);
 
 impl FromToml for ServerAddress {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        host_address("server address", value, reader).map(Self)
+        read_host_address("server address", value, reader).map(Self)
     }
 
     fn expected() -> String {
-        HOST_ADDRESS.to_owned()
+        EXPECTED_HOST_ADDRESS.to_owned()
     }
 
     fn schema() -> Value {
@@ -98,11 +98,11 @@ pub struct BalancerAddress(pub IpAddr);
 
 impl FromToml for BalancerAddress {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        host_address("load balancer's address", value, reader).map(Self)
+        read_host_address("load balancer's address", value, reader).map(Self)
     }
 
     fn expected() -> String {
-        HOST_ADDRESS.to_owned()
+        EXPECTED_HOST_ADDRESS.to_owned()
     }
 
     fn schema() -> Value {
@@ -110,14 +110,14 @@ impl FromToml for BalancerAddress {
     }
 }
 
-const HOST_ADDRESS: &str = "an address that one host can have, as \"10.2.0.11\" or \"2001:db8::11\"";
+const EXPECTED_HOST_ADDRESS: &str = "an address that one host can have, as \"10.2.0.11\" or \"2001:db8::11\"";
 
 /// Reads the address of a host. `address_name`: name of the address in diagnostics.
-fn host_address(what: &str, value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<IpAddr> {
+fn read_host_address(address_name: &str, value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<IpAddr> {
     parse_text(value, reader, |written| {
-        let address = written.parse::<IpAddr>().map_err(|_| "");
-        let usable = address.and_then(|address| server_address_error(address).map_or(Ok(address), Err));
-        usable.map_err(|reason| format!("{what} {written:?}{reason}: expected {HOST_ADDRESS}"))
+        let parsed_address = written.parse::<IpAddr>().map_err(|_| "");
+        let valid_address = parsed_address.and_then(|address| server_address_error(address).map_or(Ok(address), Err));
+        valid_address.map_err(|reason| format!("{address_name} {written:?}{reason}: expected {EXPECTED_HOST_ADDRESS}"))
     })
 }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 use coreward_config::{BoundedDuration, Reader, Span, Spanned, format_time};
 use coreward_intf as intf;
 use coreward_model::ServerId;
-use coreward_model::consistency::Timestamps;
+use coreward_model::consistency::TimestampOrigin;
 use coreward_model::lb_stamping;
 use coreward_model::placement::BucketCount;
 use coreward_wire::ServiceIndex;
@@ -24,15 +24,16 @@ pub fn check(file: FleetFile, reader: &mut Reader<'_>) -> FleetConfig {
     let racks = racks::check(file.racks.as_deref(), None, reader);
     let load_balancers = racks::unique_names("load balancer", file.load_balancers.as_deref(), reader);
     let servers = check_server_entries(&file.servers, racks.as_ref(), reader);
-    let names = file.servers.iter().filter_map(|server| Some(server.get_ref().name.value.as_ref()?.0.as_str()));
-    let services = ServiceChecker { names: names.collect(), servers: &servers, buckets: file.buckets };
-    let services = services.check(&file.services, reader);
+    let server_names = file.servers.iter().filter_map(|server| Some(server.get_ref().name.value.as_ref()?.0.as_str()));
+    let service_checker =
+        ServiceChecker { server_names: server_names.collect(), servers: &servers, buckets: file.buckets };
+    let services = service_checker.check_services(&file.services, reader);
     check_services_per_server(&servers, &services, reader);
     FleetConfig {
         report_interval: file.report_interval.map_or(DEFAULT_REPORT_INTERVAL, |BoundedDuration(interval)| interval),
         table_updates: file.table_updates,
         table_lifetime: file.table_lifetime.0,
-        alpha: file.load_ewma_alpha,
+        load_ewma_alpha: file.load_ewma_alpha,
         max_connection_lifetime,
         key_rotation,
         racks,
@@ -44,13 +45,13 @@ pub fn check(file: FleetFile, reader: &mut Reader<'_>) -> FleetConfig {
 }
 
 fn check_services_per_server(servers: &[ServerConfig], services: &[ServiceConfig], reader: &mut Reader<'_>) {
-    let mut counts = vec![0u32; servers.len()];
+    let mut service_counts = vec![0u32; servers.len()];
     for server in services.iter().flat_map(|service| &service.servers) {
-        counts[*server] += 1;
+        service_counts[*server] += 1;
     }
-    let most = intf::MAX_SERVICES_OF_SERVER;
-    for (server, count) in servers.iter().zip(counts).filter(|(_, count)| *count > most) {
-        let message = format!("server {:?} is in {count} services: expected at most {most}", server.name);
+    let maximum = intf::MAX_SERVICES_OF_SERVER;
+    for (server, count) in servers.iter().zip(service_counts).filter(|(_, count)| *count > maximum) {
+        let message = format!("server {:?} is in {count} services: expected at most {maximum}", server.name);
         reader.report(server.span.clone(), message);
     }
 }
@@ -84,32 +85,32 @@ fn check_server_entries(
             format!("{} servers: expected at most {}, all that a cookie holds", listed.len(), ServerId::COUNT);
         reader.report(first_too_many.span(), message);
     }
-    let listed = &listed[..listed.len().min(ServerId::COUNT)];
+    let listed_servers = &listed[..listed.len().min(ServerId::COUNT)];
     let mut names = UniqueValues::new("server name");
     let mut addresses = UniqueValues::new("server address");
     let mut ids = UniqueValues::new("server id");
-    let mut servers = Vec::with_capacity(listed.len());
-    for entry in listed {
-        let server = entry.get_ref();
-        let name = server.name.value.as_ref().map(|name| &name.0);
-        let address = server.address.value.map(|address| address.0);
-        let id = server.id.as_ref().map(|id| (*id.get_ref(), id.span()));
-        names.insert(name, &server.name.span, reader);
-        addresses.insert(address, &server.address.span, reader);
+    let mut servers = Vec::with_capacity(listed_servers.len());
+    for entry in listed_servers {
+        let server_entry = entry.get_ref();
+        let name = server_entry.name.value.as_ref().map(|name| &name.0);
+        let address = server_entry.address.value.map(|address| address.0);
+        let id = server_entry.id.as_ref().map(|id| (*id.get_ref(), id.span()));
+        names.insert(name, &server_entry.name.span, reader);
+        addresses.insert(address, &server_entry.address.span, reader);
         if let Some((id, span)) = &id {
             ids.insert(Some(*id), span, reader);
         }
-        let racks = racks::check(server.racks.as_deref(), known_racks, reader);
+        let permitted_racks = racks::check(server_entry.racks.as_deref(), known_racks, reader);
         let (Some(name), Some(address)) = (name, address) else { continue };
         servers.push(ServerConfig {
             name: name.clone(),
             address,
             id,
-            state: server.state,
-            weight: server.weight,
-            capacity: server.capacity,
-            vlan: server.vlan.unwrap_or_default(),
-            racks,
+            state: server_entry.state,
+            weight: server_entry.weight,
+            capacity: server_entry.capacity,
+            vlan: server_entry.vlan.unwrap_or_default(),
+            racks: permitted_racks,
             span: entry.span(),
         });
     }
@@ -118,66 +119,68 @@ fn check_server_entries(
 
 struct ServiceChecker<'a> {
     /// Names of all servers, including those with mistakes.
-    names: BTreeSet<&'a str>,
+    server_names: BTreeSet<&'a str>,
     servers: &'a [ServerConfig],
     buckets: BucketCount,
 }
 
 impl ServiceChecker<'_> {
-    fn check(&self, listed: &[Spanned<Service>], reader: &mut Reader<'_>) -> Vec<ServiceConfig> {
-        if let Some(first_too_many) = listed.get(ServiceIndex::COUNT) {
-            let message = format!("{} services: expected at most {}", listed.len(), ServiceIndex::COUNT);
+    fn check_services(&self, entries: &[Spanned<Service>], reader: &mut Reader<'_>) -> Vec<ServiceConfig> {
+        if let Some(first_too_many) = entries.get(ServiceIndex::COUNT) {
+            let message = format!("{} services: expected at most {}", entries.len(), ServiceIndex::COUNT);
             reader.report(first_too_many.span(), message);
         }
         // The services beyond the limit are skipped: each may list all servers.
-        let listed = &listed[..listed.len().min(ServiceIndex::COUNT)];
-        let positions: HashMap<&str, usize> =
+        let entries = &entries[..entries.len().min(ServiceIndex::COUNT)];
+        let positions_by_name: HashMap<&str, usize> =
             self.servers.iter().enumerate().map(|(position, server)| (server.name.as_str(), position)).collect();
         let mut names = UniqueValues::new("service name");
         let mut vips = UniqueValues::new("VIP");
-        let mut services = Vec::with_capacity(listed.len());
-        for entry in listed {
-            let service = entry.get_ref();
-            let name = service.name.value.as_ref().map(|name| &name.0);
-            names.insert(name, &service.name.span, reader);
-            let pool = self.pool(service, &positions, reader);
-            let Some(protocol) = service.protocol.value else { continue };
-            let mode = service::mode(service, protocol, reader);
-            let address = service.vip.value.map(|vip| vip.with_protocol(protocol));
-            vips.insert(address, &service.vip.span, reader);
-            if let Some(address) = address {
-                self.reject_server_address(address.socket.ip(), &service.vip.span, reader);
+        let mut services = Vec::with_capacity(entries.len());
+        for entry in entries {
+            let service_entry = entry.get_ref();
+            let name = service_entry.name.value.as_ref().map(|name| &name.0);
+            names.insert(name, &service_entry.name.span, reader);
+            let server_positions = self.server_positions(service_entry, &positions_by_name, reader);
+            let Some(protocol) = service_entry.protocol.value else { continue };
+            let service_mode = service::mode(service_entry, protocol, reader);
+            let service_address = service_entry.vip.value.map(|vip| vip.with_protocol(protocol));
+            vips.insert(service_address, &service_entry.vip.span, reader);
+            if let Some(address) = service_address {
+                self.reject_server_at_vip(address.socket.ip(), &service_entry.vip.span, reader);
             }
-            let differs = |position: &usize| {
-                address.is_some_and(|vip| vip.socket.is_ipv4() != self.servers[*position].address.is_ipv4())
+            let is_of_other_family = |position: &usize| {
+                service_address.is_some_and(|vip| vip.socket.is_ipv4() != self.servers[*position].address.is_ipv4())
             };
-            let mixes_families = pool.iter().any(differs);
-            let check = |table| health::check(table, protocol, mode, mixes_families, reader);
-            let check = service.health.as_ref().and_then(check);
-            let (Some(name), Some(address), Some(policy)) = (name, address, service.policy.value) else { continue };
-            if mode.timestamps == Timestamps::LoadBalancer {
-                check_ids_fit(name, pool.iter().map(|position| &self.servers[*position]), reader);
+            let mixes_families = server_positions.iter().any(is_of_other_family);
+            let check_health = |table| health::check(table, protocol, service_mode, mixes_families, reader);
+            let health_check = service_entry.health.as_ref().and_then(check_health);
+            let (Some(name), Some(address), Some(policy)) = (name, service_address, service_entry.policy.value) else {
+                continue;
+            };
+            if service_mode.timestamps == TimestampOrigin::LoadBalancer {
+                check_ids_fit(name, server_positions.iter().map(|position| &self.servers[*position]), reader);
             }
             services.push(ServiceConfig {
                 name: name.clone(),
                 address,
-                mode,
-                other_balancer: transfer::other_balancer(service, address, mode, reader),
+                mode: service_mode,
+                other_balancer: transfer::other_balancer(service_entry, address, service_mode, reader),
                 policy: policy.0,
-                slow_start: service.slow_start.map_or(Duration::ZERO, |BoundedDuration(time)| time),
-                buckets: service.buckets.unwrap_or(self.buckets),
-                check,
-                when_all_down: service.when_all_down,
-                servers: pool,
+                slow_start: service_entry.slow_start.map_or(Duration::ZERO, |BoundedDuration(time)| time),
+                buckets: service_entry.buckets.unwrap_or(self.buckets),
+                check: health_check,
+                when_all_down: service_entry.when_all_down,
+                servers: server_positions,
                 span: entry.span(),
             });
         }
-        transfer::check_uniform_stamping(&services, self.servers, listed, reader);
+        transfer::check_uniform_stamping(&services, self.servers, entries, reader);
         services
     }
 
     /// Rejects a server at the address of a VIP: every server has the VIP on its loopback, so it would be unreachable.
-    fn reject_server_address(&self, vip: IpAddr, span: &Span, reader: &mut Reader<'_>) {
+    fn reject_server_at_vip(&self, vip: IpAddr, span: &Span, reader: &mut Reader<'_>) {
         if let Some(server) = self.servers.iter().find(|server| server.address == vip) {
             let message =
                 format!("VIP {vip} is also the address of server {:?}: expected an address of its own", server.name);
@@ -186,37 +189,51 @@ impl ServiceChecker<'_> {
     }
 
     /// Returns the positions of the service's servers, or of all servers if the service lists none.
-    fn pool(&self, service: &Service, positions: &HashMap<&str, usize>, reader: &mut Reader<'_>) -> Vec<usize> {
+    fn server_positions(
+        &self,
+        service: &Service,
+        positions: &HashMap<&str, usize>,
+        reader: &mut Reader<'_>,
+    ) -> Vec<usize> {
         let Some(listed) = &service.servers else {
             return (0..self.servers.len()).collect();
         };
-        let mut members = UniqueValues::new("server of this service");
-        let mut pool = Vec::with_capacity(listed.len());
+        let mut unique_members = UniqueValues::new("server of this service");
+        let mut pool_positions = Vec::with_capacity(listed.len());
         for name in listed {
-            members.insert(Some(name.get_ref()), &name.span(), reader);
+            unique_members.insert(Some(name.get_ref()), &name.span(), reader);
             match positions.get(name.get_ref().as_str()) {
-                Some(position) => pool.push(*position),
+                Some(position) => pool_positions.push(*position),
                 // A server with another mistake still exists.
-                None if self.names.contains(name.get_ref().as_str()) => {}
+                None if self.server_names.contains(name.get_ref().as_str()) => {}
                 None => {
-                    let name = (name.get_ref().as_str(), name.span());
-                    let message = format_args!("server {:?} does not exist: expected the name of a [[server]]", name.0);
-                    reader.report_unknown_name(name.1, message, name.0, self.names.iter().copied());
+                    let name_and_span = (name.get_ref().as_str(), name.span());
+                    let message =
+                        format_args!("server {:?} does not exist: expected the name of a [[server]]", name_and_span.0);
+                    reader.report_unknown_name(
+                        name_and_span.1,
+                        message,
+                        name_and_span.0,
+                        self.server_names.iter().copied(),
+                    );
                 }
             }
         }
-        pool
+        pool_positions
     }
 }
 
 /// Checks that the server ids fit the cookie of LB-side stamping, in which ids have fewer bits.
-fn check_ids_fit<'a>(service: &str, pool: impl Iterator<Item = &'a ServerConfig>, reader: &mut Reader<'_>) {
-    for (id, span) in pool.filter_map(|server| server.id.as_ref()).filter(|(id, _)| !lb_stamping::can_name(*id)) {
+fn check_ids_fit<'a>(service_name: &str, pool: impl Iterator<Item = &'a ServerConfig>, reader: &mut Reader<'_>) {
+    for (id, span) in
+        pool.filter_map(|server| server.id.as_ref()).filter(|(id, _)| !lb_stamping::can_carry_server_id(*id))
+    {
         let message = format_args!(
-            "server id {id} in service {service:?}, whose timestamps are by \"lb\": expected 0 to {}, the bits that \
+            "server id {id} in service {service_name:?}, whose timestamps are by \"lb\": expected 0 to {}, the bits \
+             that \
              its \
              cookies hold, or none to have one drawn",
-            lb_stamping::SERVER_ID_COUNT - 1
+            lb_stamping::STAMPABLE_SERVER_ID_COUNT - 1
         );
         reader.report(span.clone(), message);
     }

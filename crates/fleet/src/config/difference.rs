@@ -54,14 +54,15 @@ impl fmt::Display for Change {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Added { subject, values } => {
-                let values: Vec<String> = values.iter().map(|(key, value)| format!("{key} = {value}")).collect();
-                write!(f, "+ {subject}: {}", values.join(", "))
+                let key_value_pairs: Vec<String> =
+                    values.iter().map(|(key, value)| format!("{key} = {value}")).collect();
+                write!(f, "+ {subject}: {}", key_value_pairs.join(", "))
             }
             Self::Removed { subject } => write!(f, "- {subject}"),
             Self::Changed { subject, key, old, new } => {
                 let subject = if subject.is_empty() { "fleet" } else { subject };
-                let shown = |value: &Option<String>| value.clone().unwrap_or_else(|| "(default)".to_owned());
-                write!(f, "~ {subject}: {key} {} -> {}", shown(old), shown(new))
+                let display_value = |value: &Option<String>| value.clone().unwrap_or_else(|| "(default)".to_owned());
+                write!(f, "~ {subject}: {key} {} -> {}", display_value(old), display_value(new))
             }
         }
     }
@@ -71,45 +72,45 @@ impl fmt::Display for Change {
 pub fn difference(old: &Source, new: &Source) -> Vec<Change> {
     let [old, new] = [old, new].map(|source| source.parse::<Table>().unwrap_or_default());
     let mut changes = Vec::new();
-    changed_keys("", &old, &new, &["server", "service"], &mut changes);
+    add_changed_keys("", &old, &new, &["server", "service"], &mut changes);
     for kind in ["server", "service"] {
-        let [old, new] = [&old, &new].map(|document| by_name(document, kind));
+        let [old, new] = [&old, &new].map(|document| entries_by_name(document, kind));
         let names: BTreeSet<&str> = old.keys().chain(new.keys()).copied().collect();
         for name in names {
             let subject = format!("{kind} {name}");
             match (old.get(name), new.get(name)) {
-                (Some(old), Some(new)) => changed_keys(&subject, old, new, &[], &mut changes),
+                (Some(old), Some(new)) => add_changed_keys(&subject, old, new, &[], &mut changes),
                 (Some(_), None) => changes.push(Change::Removed { subject }),
-                (None, new) => {
-                    changes.push(Change::Added { subject, values: new.map(|new| values(new)).unwrap_or_default() })
-                }
+                (None, new) => changes
+                    .push(Change::Added { subject, values: new.map(|new| keys_and_values(new)).unwrap_or_default() }),
             }
         }
     }
     changes
 }
 
-fn by_name<'a>(document: &'a Table, kind: &str) -> BTreeMap<&'a str, &'a Table> {
+fn entries_by_name<'a>(document: &'a Table, kind: &str) -> BTreeMap<&'a str, &'a Table> {
     let entries = document.get(kind).and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_table);
     entries.filter_map(|entry| Some((entry.get("name")?.as_str()?, entry))).collect()
 }
 
-fn values(entry: &Table) -> Vec<(String, String)> {
-    let others = entry.iter().filter(|(key, _)| *key != "name");
-    others.map(|(key, value)| (key.clone(), value.to_string())).collect()
+fn keys_and_values(entry: &Table) -> Vec<(String, String)> {
+    let other_keys = entry.iter().filter(|(key, _)| *key != "name");
+    other_keys.map(|(key, value)| (key.clone(), value.to_string())).collect()
 }
 
-fn changed_keys(subject: &str, old: &Table, new: &Table, but: &[&str], changes: &mut Vec<Change>) {
-    let keys: BTreeSet<&String> = old.keys().chain(new.keys()).filter(|key| !but.contains(&key.as_str())).collect();
+fn add_changed_keys(subject: &str, old: &Table, new: &Table, ignored_keys: &[&str], changes: &mut Vec<Change>) {
+    let keys: BTreeSet<&String> =
+        old.keys().chain(new.keys()).filter(|key| !ignored_keys.contains(&key.as_str())).collect();
     for key in keys {
         let (old, new) = (old.get(key), new.get(key));
         if old != new {
-            let shown = |value: Option<&Value>| value.map(Value::to_string);
+            let value_text = |value: Option<&Value>| value.map(Value::to_string);
             changes.push(Change::Changed {
                 subject: subject.to_owned(),
                 key: key.clone(),
-                old: shown(old),
-                new: shown(new),
+                old: value_text(old),
+                new: value_text(new),
             });
         }
     }
@@ -134,9 +135,9 @@ mod tests {
              [[server]]\nname = \"s3\"\naddress = \"10.0.0.3\"\nweight = 2\n\
              [[server]]\nname = \"s1\"\naddress = \"10.0.0.1\"\nstate = \"draining\"\nracks = [\"r1\"]\n",
         );
-        let shown: Vec<String> = difference(&old, &new).iter().map(Change::to_string).collect();
+        let change_texts: Vec<String> = difference(&old, &new).iter().map(Change::to_string).collect();
         assert_eq!(
-            shown,
+            change_texts,
             [
                 "~ fleet: load_ewma_alpha 0.5 -> (default)",
                 "~ fleet: max_connection_lifetime (default) -> \"1h\"",
@@ -151,21 +152,22 @@ mod tests {
     }
 
     #[test]
-    fn changes_that_break_connections_are_named() {
-        let document = |server: &str, services: &str| {
+    fn changes_that_break_connections_are_marked() {
+        let document_with = |server: &str, services: &str| {
             Source::from_text("fleet", &format!("[[server]]\nname = \"s1\"\n{server}\n{services}"))
         };
-        let web = |keys: &str| format!("[[service]]\nname = \"web\"\n{keys}\n");
-        let old = document("address = \"10.0.0.1\"\nid = 1", &web("vip = \"10.1.0.1:80\"\npolicy = \"rr\""));
-        let breaking = |server: &str, services: &str| {
-            let changes = difference(&old, &document(server, services));
+        let web_service = |keys: &str| format!("[[service]]\nname = \"web\"\n{keys}\n");
+        let old_document =
+            document_with("address = \"10.0.0.1\"\nid = 1", &web_service("vip = \"10.1.0.1:80\"\npolicy = \"rr\""));
+        let break_reasons = |server: &str, services: &str| {
+            let changes = difference(&old_document, &document_with(server, services));
             changes.iter().filter(|change| change.break_reason().is_some()).map(Change::to_string).collect::<Vec<_>>()
         };
         let (same, vip) = ("address = \"10.0.0.1\"\nid = 1", "vip = \"10.1.0.1:80\"\n");
-        assert_eq!(breaking(same, ""), ["- service web"]);
-        assert_eq!(breaking(same, &web("vip = \"10.1.0.2:80\"")).len(), 1);
-        assert_eq!(breaking(same, &web(&format!("{vip}consistency = \"stateful\""))).len(), 1);
-        assert_eq!(breaking("address = \"10.0.0.2\"\nid = 2", &web(vip)).len(), 2);
-        assert_eq!(breaking("address = \"10.0.0.1\"\nid = 1\nweight = 2", &web(vip)), [""; 0]);
+        assert_eq!(break_reasons(same, ""), ["- service web"]);
+        assert_eq!(break_reasons(same, &web_service("vip = \"10.1.0.2:80\"")).len(), 1);
+        assert_eq!(break_reasons(same, &web_service(&format!("{vip}consistency = \"stateful\""))).len(), 1);
+        assert_eq!(break_reasons("address = \"10.0.0.2\"\nid = 2", &web_service(vip)).len(), 2);
+        assert_eq!(break_reasons("address = \"10.0.0.1\"\nid = 1\nweight = 2", &web_service(vip)), [""; 0]);
     }
 }

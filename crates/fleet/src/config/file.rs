@@ -4,9 +4,9 @@ use coreward_config::{
     BoundedDuration, HOUR_NS, LocatedValue, MILLISECOND_NS, Name, SECOND_NS, Spanned, config_struct, string_enum,
 };
 use coreward_model::ServerId;
-use coreward_model::load::Alpha;
+use coreward_model::load::SmoothingWeight;
 use coreward_model::placement::{BucketCount, DEFAULT_TABLE_LIFETIME};
-use coreward_model::policy::{Capacity, Weight};
+use coreward_model::policy::{ServerCapacity, ServerWeight};
 use coreward_model::vlan::Vlan;
 
 use super::address::ServerAddress;
@@ -27,7 +27,7 @@ config_struct! {
         /// place new connections by their own counts.
         pub table_lifetime: BoundedDuration<SECOND_NS, HOUR_NS> = BoundedDuration(DEFAULT_TABLE_LIFETIME),
         /// Weight of the newest report in a core's load.
-        pub load_ewma_alpha: Alpha = Alpha::PUBLISHED,
+        pub load_ewma_alpha: SmoothingWeight = SmoothingWeight::PUBLISHED,
         /// Default of the services' `buckets`.
         pub buckets: BucketCount = BucketCount::PUBLISHED,
         /// Longest life of a cookie.
@@ -66,9 +66,9 @@ config_struct! {
         /// "draining": takes no new connections, established ones still reach it.
         pub state: ServerState = ServerState::Active,
         /// Relative share of new connections; 0: none, as when draining.
-        pub weight: Weight = Weight::ONE,
+        pub weight: ServerWeight = ServerWeight::ONE,
         /// Capacity in cores of normal speed; by default the number of the server's cores.
-        pub capacity: Option<Capacity>,
+        pub capacity: Option<ServerCapacity>,
         /// Names of the racks that the server's agent may use; by default the fleet's racks; []: none.
         pub racks: Option<Vec<Spanned<Name>>>,
     }

@@ -7,7 +7,7 @@ use coreward_config::{
     BoundedDuration, FromToml, HOUR_NS, MILLISECOND_NS, MINUTE_NS, Number, Reader, Span, Spanned, config_struct,
     parse_text, serde_json, string_enum,
 };
-use coreward_model::consistency::{ServiceMode, Timestamps};
+use coreward_model::consistency::{ServiceMode, TimestampOrigin};
 use coreward_model::health::{
     CertificateVerification, HealthCheck, HttpProbe, Jitter, Probe, ProbeAddress, StatusRange, Thresholds,
 };
@@ -116,8 +116,8 @@ fn is_authority(text: &str) -> bool {
         Some((address, port)) => (address.parse::<Ipv6Addr>().is_ok(), port),
         None => {
             let (name, port) = text.split_at(text.find(':').unwrap_or(text.len()));
-            let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"-._".contains(&byte);
-            (!name.is_empty() && name.bytes().all(allowed), port)
+            let is_allowed_byte = |byte: u8| byte.is_ascii_alphanumeric() || b"-._".contains(&byte);
+            (!name.is_empty() && name.bytes().all(is_allowed_byte), port)
         }
     };
     let is_port = |digits: &str| digits.bytes().all(|byte| byte.is_ascii_digit()) && digits.parse::<u16>().is_ok();
@@ -190,7 +190,7 @@ pub fn check(
         );
         reader.report(table.span(), message);
     }
-    let http = || HttpProbe {
+    let http_probe = || HttpProbe {
         path: health.path.as_ref().map_or_else(|| "/".to_owned(), |path| path.get_ref().0.clone()),
         host: health.host.as_ref().map(|host| host.get_ref().0.clone()),
         expected_status: health
@@ -202,40 +202,40 @@ pub fn check(
         CheckKind::None => return None,
         CheckKind::Tcp => Probe::Tcp,
         CheckKind::Agent => Probe::Agent,
-        CheckKind::Http => Probe::Http(http()),
-        CheckKind::Https => Probe::Https(http(), verification(health, reader)),
+        CheckKind::Http => Probe::Http(http_probe()),
+        CheckKind::Https => Probe::Https(http_probe(), certificate_verification(health, reader)),
     };
-    let results = |Number(count): Number<1, 100>| u32::try_from(count).unwrap_or(u32::MAX);
+    let to_count = |Number(count): Number<1, 100>| u32::try_from(count).unwrap_or(u32::MAX);
     Some(HealthCheck {
         probe,
         probe_address,
         port: health.port.as_ref().and_then(|port| u16::try_from(port.get_ref().0).ok()),
         interval: health.interval.0,
         timeout: health.timeout.0,
-        thresholds: Thresholds::new(results(health.rise), results(health.fall))?,
+        thresholds: Thresholds::new(to_count(health.rise), to_count(health.fall))?,
         jitter: health.jitter,
     })
 }
 
 /// Returns the reason why the service's servers cannot be checked at the VIP, or `None` if they can.
 fn vip_check_error(mode: ServiceMode, mixes_families: bool) -> Option<String> {
-    if mode.timestamps == Timestamps::LoadBalancer {
-        let reason = "`timestamps = \"lb\"`, where the load balancer would stamp its own connections";
-        return Some(format!("a service with {reason}"));
+    if mode.timestamps == TimestampOrigin::LoadBalancer {
+        let stamping_reason = "`timestamps = \"lb\"`, where the load balancer would stamp its own connections";
+        return Some(format!("a service with {stamping_reason}"));
     }
     if mode.forwarding.encapsulates() {
-        let name = mode.forwarding.name();
-        let reason = "where routers would send them to a load balancer";
-        return Some(format!("a service with forwarding {name:?}, {reason}"));
+        let forwarding_name = mode.forwarding.name();
+        let forwarding_reason = "where routers would send them to a load balancer";
+        return Some(format!("a service with forwarding {forwarding_name:?}, {forwarding_reason}"));
     }
     mixes_families.then(|| "a service with servers whose addresses are of another family".to_owned())
 }
 
 /// Returns the address of the checks. The default is the VIP, unless checks at the VIP are impossible.
-fn probe_address(health: &Health, why_not_at_vip: Option<String>, reader: &mut Reader<'_>) -> ProbeAddress {
-    let default = if why_not_at_vip.is_some() { ProbeAddress::Server } else { ProbeAddress::Vip };
-    let Some(at) = &health.at else { return default };
-    if let Some(reason) = why_not_at_vip.filter(|_| *at.get_ref() == ProbeAddress::Vip) {
+fn probe_address(health: &Health, vip_check_error: Option<String>, reader: &mut Reader<'_>) -> ProbeAddress {
+    let default_address = if vip_check_error.is_some() { ProbeAddress::Server } else { ProbeAddress::Vip };
+    let Some(at) = &health.at else { return default_address };
+    if let Some(reason) = vip_check_error.filter(|_| *at.get_ref() == ProbeAddress::Vip) {
         reader.report(at.span(), format!("checks at the VIP of {reason}: expected \"server\""));
     }
     *at.get_ref()
@@ -244,7 +244,7 @@ fn probe_address(health: &Health, why_not_at_vip: Option<String>, reader: &mut R
 /// Stores a mistake for each key that has no effect on this kind of check.
 fn reject_unused_keys(health: &Health, reader: &mut Reader<'_>) {
     use CheckKind::{Http, Https, Tcp};
-    let keys: [(&str, Option<Span>, &[CheckKind]); 7] = [
+    let keys_and_kinds: [(&str, Option<Span>, &[CheckKind]); 7] = [
         ("at", health.at.as_ref().map(Spanned::span), &[Tcp, Http, Https]),
         ("port", health.port.as_ref().map(Spanned::span), &[Tcp, Http, Https]),
         ("path", health.path.as_ref().map(Spanned::span), &[Http, Https]),
@@ -253,19 +253,19 @@ fn reject_unused_keys(health: &Health, reader: &mut Reader<'_>) {
         ("ca", health.ca.as_ref().map(Spanned::span), &[Https]),
         ("verify", health.verify.as_ref().map(Spanned::span), &[Https]),
     ];
-    for (key, span, kinds) in keys {
+    for (key, span, kinds) in keys_and_kinds {
         let Some(span) = span.filter(|_| !kinds.contains(&health.check)) else { continue };
-        let kinds: Vec<String> = kinds.iter().map(|kind| format!("{:?}", kind.name())).collect();
+        let kind_names: Vec<String> = kinds.iter().map(|kind| format!("{:?}", kind.name())).collect();
         let message = format!(
             "check {:?} has no `{key}`: expected it with `check` = {} only",
             health.check.name(),
-            kinds.join(" or ")
+            kind_names.join(" or ")
         );
         reader.report(span, message);
     }
 }
 
-fn verification(health: &Health, reader: &mut Reader<'_>) -> CertificateVerification {
+fn certificate_verification(health: &Health, reader: &mut Reader<'_>) -> CertificateVerification {
     match (&health.verify, &health.ca) {
         (Some(verify), None) if !verify.get_ref() => CertificateVerification::Off,
         (Some(verify), Some(_)) if !verify.get_ref() => {

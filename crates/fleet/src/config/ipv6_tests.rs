@@ -1,11 +1,11 @@
 use coreward_config::Source;
-use coreward_model::consistency::Timestamps;
+use coreward_model::consistency::TimestampOrigin;
 use coreward_model::forwarding::Forwarding;
 use coreward_model::health::ProbeAddress;
 
 use super::{FleetConfig, OtherBalancer};
 
-fn parse(vip: &str, keys: &str) -> Result<FleetConfig, String> {
+fn parse_service(vip: &str, keys: &str) -> Result<FleetConfig, String> {
     let server = "[[server]]\nname = \"s1\"\naddress = \"10.2.0.11\"\n";
     let text = format!("{server}[[service]]\nname = \"web\"\nvip = \"{vip}\"\n{keys}\n");
     FleetConfig::parse(&Source::from_text("fleet.toml", &text)).map_err(|mistakes| mistakes.to_string())
@@ -21,20 +21,20 @@ fn service_may_have_an_ipv6_vip() {
         "protocol = \"udp\"",
         "consistency = \"none\"\npolicy = \"maglev\"",
     ] {
-        let config = parse("[2001:DB8:0::1]:80", keys).unwrap();
+        let config = parse_service("[2001:DB8:0::1]:80", keys).unwrap();
         assert_eq!(config.services[0].address.socket, "[2001:db8::1]:80".parse().unwrap(), "{keys}");
     }
 }
 
 #[test]
 fn one_vip_in_two_notations_is_a_duplicate() {
-    let second = "[[service]]\nname = \"api\"\nvip = \"[2001:db8:0:0::1]:80\"";
-    let error = parse("[2001:db8::1]:80", second).unwrap_err();
+    let second_service = "[[service]]\nname = \"api\"\nvip = \"[2001:db8:0:0::1]:80\"";
+    let error = parse_service("[2001:db8::1]:80", second_service).unwrap_err();
     assert!(error.contains("VIP [2001:db8::1]:80/tcp is used twice (first in line 6)"), "{error}");
 }
 
 #[test]
-fn unreachable_vip_is_rejected_with_its_kind() {
+fn unreachable_vip_is_rejected_with_the_kind_of_its_address() {
     for (vip, reason) in [
         ("[::]:80", "is the unspecified address"),
         ("[::1]:80", "is the loopback address"),
@@ -47,16 +47,16 @@ fn unreachable_vip_is_rejected_with_its_kind() {
         ("10.200.0.1:0", "has port 0"),
         ("224.0.0.1:80", "is no address of one host"),
     ] {
-        let expected = format!(
+        let expected_error = format!(
             "fleet.toml:6:7: key `service.vip`: VIP {vip:?} {reason}: expected an address that one host can \
              have and a port from 1 on, as \"10.200.0.1:80\" or \"[2001:db8::1]:80\""
         );
-        assert_eq!(parse(vip, "").unwrap_err(), expected);
+        assert_eq!(parse_service(vip, "").unwrap_err(), expected_error);
     }
 }
 
 #[test]
-fn setting_that_ipv6_does_not_allow_is_rejected_in_its_line() {
+fn settings_that_ipv6_does_not_allow_are_rejected_at_their_line() {
     for (keys, message) in [
         (
             "migrate_to = \"fe80::9\"",
@@ -74,22 +74,22 @@ fn setting_that_ipv6_does_not_allow_is_rejected_in_its_line() {
              another family: expected \"server\"",
         ),
     ] {
-        assert_eq!(parse("[2001:db8::1]:80", keys).unwrap_err(), format!("fleet.toml:{message}"));
+        assert_eq!(parse_service("[2001:db8::1]:80", keys).unwrap_err(), format!("fleet.toml:{message}"));
     }
 }
 
 #[test]
 fn ipv6_service_migrates_from_a_load_balancer_of_either_family() {
     for address in ["2001:db8::5", "10.2.0.5"] {
-        let config = parse("[2001:db8::1]:80", &format!("migrate_from = {address:?}")).unwrap();
-        let from = OtherBalancer { address: address.parse().unwrap(), is_handed_over: false };
-        assert_eq!(config.services[0].other_balancer, Some(from));
+        let config = parse_service("[2001:db8::1]:80", &format!("migrate_from = {address:?}")).unwrap();
+        let previous_balancer = OtherBalancer { address: address.parse().unwrap(), is_handed_over: false };
+        assert_eq!(config.services[0].other_balancer, Some(previous_balancer));
     }
 }
 
 #[test]
 fn servers_of_another_family_are_checked_at_their_own_address() {
-    let config = parse("[2001:db8::1]:80", "[service.health]").unwrap();
+    let config = parse_service("[2001:db8::1]:80", "[service.health]").unwrap();
     assert_eq!(config.services[0].check.as_ref().unwrap().probe_address, ProbeAddress::Server);
     let server = "[[server]]\nname = \"s1\"\naddress = \"2001:db8::11\"\n";
     let service = "[[service]]\nname = \"web\"\nvip = \"[2001:db8::1]:80\"\n[service.health]\n";
@@ -108,15 +108,18 @@ fn server_may_have_an_ipv6_address() {
     let config = parse_server("2001:db8::11", "[service.health]").unwrap();
     assert_eq!(config.servers[0].address, "2001:db8::11".parse::<std::net::IpAddr>().unwrap());
     assert_eq!(config.services[0].check.as_ref().unwrap().probe_address, ProbeAddress::Server);
-    let expected = "fleet.toml:3:11: key `server.address`: server address \"fe80::1\" is a link-local address: \
+    let expected_error = "fleet.toml:3:11: key `server.address`: server address \"fe80::1\" is a link-local address: \
                     expected an address that one host can have, as \"10.2.0.11\" or \"2001:db8::11\"";
-    assert_eq!(parse_server("fe80::1", "").unwrap_err(), expected);
+    assert_eq!(parse_server("fe80::1", "").unwrap_err(), expected_error);
 }
 
 #[test]
 fn load_balancers_stamp_for_either_family() {
     for vip in ["10.200.0.1:80", "[2001:db8::1]:80"] {
-        assert_eq!(parse(vip, "timestamps = \"lb\"").unwrap().services[0].mode.timestamps, Timestamps::LoadBalancer);
+        assert_eq!(
+            parse_service(vip, "timestamps = \"lb\"").unwrap().services[0].mode.timestamps,
+            TimestampOrigin::LoadBalancer
+        );
     }
     assert!(parse_server("2001:db8::11", "timestamps = \"lb\"").is_ok());
 }

@@ -26,9 +26,9 @@ use coreward_config::{Diagnostic, Diagnostics, Source, Span};
 use coreward_model::ServerId;
 use coreward_model::consistency::ServiceMode;
 use coreward_model::health::{HealthCheck, WhenAllDown};
-use coreward_model::load::Alpha;
+use coreward_model::load::SmoothingWeight;
 use coreward_model::placement::BucketCount;
-use coreward_model::policy::{Capacity, Weight};
+use coreward_model::policy::{ServerCapacity, ServerWeight};
 use coreward_model::tuple::ServiceAddress;
 use coreward_model::vlan::Vlan;
 
@@ -47,7 +47,7 @@ pub struct FleetConfig {
     pub table_updates: TableTiming,
     /// Time for which tables that depend on loads remain in use without a leader.
     pub table_lifetime: Duration,
-    pub alpha: Alpha,
+    pub load_ewma_alpha: SmoothingWeight,
     /// Maximum life of a cookie, for which the ids of former servers and the previous key are kept.
     pub max_connection_lifetime: Duration,
     /// Interval of key rotations; `None`: keys are rotated by command only.
@@ -73,9 +73,9 @@ pub struct ServerConfig {
     pub id: Option<(ServerId, Span)>,
     pub state: ServerState,
     /// Relative share of new connections.
-    pub weight: Weight,
+    pub weight: ServerWeight,
     /// Capacity in cores; `None`: the number of the server's cores.
-    pub capacity: Option<Capacity>,
+    pub capacity: Option<ServerCapacity>,
     /// VLAN of the frames that load balancers send to the server.
     pub vlan: Vlan,
     /// Names of the racks that may report for the server; `None`: those of the fleet.
@@ -124,7 +124,7 @@ pub struct ServiceConfig {
     pub buckets: BucketCount,
     /// Health check of the service's servers; `None`: they are not checked.
     pub check: Option<HealthCheck>,
-    /// What happens to new connections when all servers are down.
+    /// Treatment of new connections when all servers are down.
     pub when_all_down: WhenAllDown,
     /// Positions of the service's servers in [`FleetConfig::servers`].
     pub servers: Vec<usize>,
@@ -160,7 +160,7 @@ impl FleetConfig {
     }
 
     /// Returns diagnostics of mistakes that comparison with the records has found, sorted by location and message.
-    pub fn diagnostics(&self, wrong: Vec<(Span, String)>) -> Diagnostics {
-        Diagnostics::at(&self.source, wrong)
+    pub fn diagnostics(&self, mistakes: Vec<(Span, String)>) -> Diagnostics {
+        Diagnostics::at(&self.source, mistakes)
     }
 }

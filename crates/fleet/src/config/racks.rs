@@ -12,17 +12,17 @@ pub fn check(
     known: Option<&BTreeSet<String>>,
     reader: &mut Reader<'_>,
 ) -> Option<BTreeSet<String>> {
-    let listed = listed?;
-    let mut unique = UniqueValues::new("rack");
-    for name in listed {
+    let listed_names = listed?;
+    let mut unique_names = UniqueValues::new("rack");
+    for name in listed_names {
         let Name(rack) = name.get_ref();
-        unique.insert(Some(rack), &name.span(), reader);
+        unique_names.insert(Some(rack), &name.span(), reader);
         if let Some(known) = known.filter(|known| !known.contains(rack)) {
             let message = format_args!("rack {rack:?} does not exist: expected one of the fleet's `racks`");
             reader.report_unknown_name(name.span(), message, rack, known.iter().map(String::as_str));
         }
     }
-    Some(listed.iter().map(|name| name.get_ref().0.clone()).collect())
+    Some(listed_names.iter().map(|name| name.get_ref().0.clone()).collect())
 }
 
 /// Returns the unique names on a list of the fleet; `None`: there is no list. `what`: kind of the entries.
@@ -31,9 +31,9 @@ pub fn unique_names(
     listed: Option<&[Spanned<Name>]>,
     reader: &mut Reader<'_>,
 ) -> Option<BTreeSet<String>> {
-    let mut unique = UniqueValues::new(what);
+    let mut unique_values = UniqueValues::new(what);
     for name in listed? {
-        unique.insert(Some(&name.get_ref().0), &name.span(), reader);
+        unique_values.insert(Some(&name.get_ref().0), &name.span(), reader);
     }
     Some(listed?.iter().map(|name| name.get_ref().0.clone()).collect())
 }

@@ -1,7 +1,7 @@
 //! A service's keys, and the valid combinations of `protocol`, `consistency`, `timestamps`, `udp` and `policy`.
 
 use coreward_config::{BoundedDuration, HOUR_NS, LocatedValue, Name, Reader, Spanned, config_struct, string_enum};
-use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
+use coreward_model::consistency::{Consistency, ServiceMode, TimestampOrigin};
 use coreward_model::forwarding::Forwarding;
 use coreward_model::health::WhenAllDown;
 use coreward_model::placement::BucketCount;
@@ -23,7 +23,7 @@ config_struct! {
         /// TCP: method by which packets find the server of their connection.
         pub consistency: Option<Spanned<Consistency>>,
         /// Party that stamps the cookie into TCP timestamps.
-        pub timestamps: Option<Spanned<Timestamps>>,
+        pub timestamps: Option<Spanned<TimestampOrigin>>,
         /// Forwarding of packets to servers: by MAC address, or with an outer header across routers.
         pub forwarding: Option<Spanned<Forwarding>>,
         /// UDP: unit of a decision.
@@ -33,7 +33,8 @@ config_struct! {
         /// Address of the load balancer that gets new connections; established connections continue here.
         pub migrate_to: Option<Spanned<BalancerAddress>>,
         /// Placement policy for new connections.
-        pub policy: LocatedValue<PolicyName> = LocatedValue { value: Some(PolicyName(policy::DEFAULT)), span: 0..0 },
+        pub policy: LocatedValue<PolicyName> =
+            LocatedValue { value: Some(PolicyName(policy::DEFAULT_POLICY_NAME)), span: 0..0 },
         /// Time in which the share of a joining server grows linearly.
         pub slow_start: Option<BoundedDuration<0, HOUR_NS>>,
         /// Number of buckets, a power of two; by default the fleet's.
@@ -70,13 +71,13 @@ string_enum!(PolicyName, "policy", policy::names().into_iter().map(|name| (name.
 
 /// Returns the consistency mode of the service. Mistakes are stored in the reader.
 pub fn mode(service: &Service, protocol: Protocol, reader: &mut Reader<'_>) -> ServiceMode {
-    let mode = match protocol {
+    let mode_without_forwarding = match protocol {
         Protocol::Tcp => tcp_mode(service, reader),
         Protocol::Udp => udp_mode(service, reader),
     };
-    let Some(written) = &service.forwarding else { return mode };
+    let Some(written) = &service.forwarding else { return mode_without_forwarding };
     let forwarding = *written.get_ref();
-    if forwarding.encapsulates() && mode.timestamps == Timestamps::LoadBalancer {
+    if forwarding.encapsulates() && mode_without_forwarding.timestamps == TimestampOrigin::LoadBalancer {
         let message = format!(
             "forwarding {:?} with timestamps by \"lb\", whose servers' answers must pass the load balancer: expected \
              \"l2\", or timestamps by \"server\" or \"off\"",
@@ -84,15 +85,15 @@ pub fn mode(service: &Service, protocol: Protocol, reader: &mut Reader<'_>) -> S
         );
         reader.report(written.span(), message);
     }
-    ServiceMode { forwarding, ..mode }
+    ServiceMode { forwarding, ..mode_without_forwarding }
 }
 
 fn udp_mode(service: &Service, reader: &mut Reader<'_>) -> ServiceMode {
-    let spans = [
+    let tcp_only_keys = [
         ("consistency", service.consistency.as_ref().map(Spanned::span)),
         ("timestamps", service.timestamps.as_ref().map(Spanned::span)),
     ];
-    for (key, span) in spans {
+    for (key, span) in tcp_only_keys {
         let Some(span) = span else { continue };
         let message = format!(
             "a UDP service has no `{key}`, as datagrams carry no cookie: expected `udp = \"flow\"` or `udp = \
@@ -100,11 +101,11 @@ fn udp_mode(service: &Service, reader: &mut Reader<'_>) -> ServiceMode {
         );
         reader.report(span, message);
     }
-    let default = ServiceMode::default_for(Protocol::Udp);
+    let default_mode = ServiceMode::default_for_protocol(Protocol::Udp);
     match service.udp.as_ref().map(Spanned::get_ref) {
-        None => default,
-        Some(UdpMode::Flow) => ServiceMode { consistency: Consistency::HashTable, ..default },
-        Some(UdpMode::Packet) => ServiceMode { consistency: Consistency::None, ..default },
+        None => default_mode,
+        Some(UdpMode::Flow) => ServiceMode { consistency: Consistency::HashTable, ..default_mode },
+        Some(UdpMode::Packet) => ServiceMode { consistency: Consistency::None, ..default_mode },
     }
 }
 
@@ -112,40 +113,41 @@ fn tcp_mode(service: &Service, reader: &mut Reader<'_>) -> ServiceMode {
     if let Some(udp) = &service.udp {
         reader.report(udp.span(), "a TCP service has no `udp`: expected it with `protocol = \"udp\"` only");
     }
-    let default = ServiceMode::default_for(Protocol::Tcp);
-    let consistency = service.consistency.as_ref().map_or(default.consistency, |consistency| *consistency.get_ref());
+    let default_mode = ServiceMode::default_for_protocol(Protocol::Tcp);
+    let consistency =
+        service.consistency.as_ref().map_or(default_mode.consistency, |consistency| *consistency.get_ref());
     let uses_cookies = matches!(consistency, Consistency::Stateless | Consistency::Stateful);
     let timestamps = match &service.timestamps {
-        None if uses_cookies => default.timestamps,
-        None => Timestamps::Off,
+        None if uses_cookies => default_mode.timestamps,
+        None => TimestampOrigin::Off,
         Some(timestamps) => {
-            let requested = *timestamps.get_ref();
-            if let Some(message) = timestamps_error(consistency, uses_cookies, requested) {
+            let requested_timestamps = *timestamps.get_ref();
+            if let Some(message) = timestamps_error(consistency, uses_cookies, requested_timestamps) {
                 reader.report(timestamps.span(), message);
             }
-            requested
+            requested_timestamps
         }
     };
     if let (Consistency::None, Some(written)) = (consistency, &service.consistency) {
         reject_unstable_policy(written, service, reader);
     }
-    ServiceMode { consistency, timestamps, ..default }
+    ServiceMode { consistency, timestamps, ..default_mode }
 }
 
 /// Returns the reason why the service cannot have the requested timestamps; `None`: it can.
-fn timestamps_error(consistency: Consistency, uses_cookies: bool, requested: Timestamps) -> Option<String> {
-    let name = consistency.name();
-    if !uses_cookies && requested != Timestamps::Off {
+fn timestamps_error(consistency: Consistency, uses_cookies: bool, requested: TimestampOrigin) -> Option<String> {
+    let consistency_name = consistency.name();
+    if !uses_cookies && requested != TimestampOrigin::Off {
         return Some(format!(
-            "timestamps by {:?} with consistency {name:?}, which uses no cookie: expected \"off\"",
+            "timestamps by {:?} with consistency {consistency_name:?}, which uses no cookie: expected \"off\"",
             requested.name()
         ));
     }
     // Only the server learns the index, from the SYN. The cookie of LB-side stamping has no room for an index next to
     // 20 bits of time.
-    (consistency == Consistency::Stateful && requested != Timestamps::Server).then(|| {
+    (consistency == Consistency::Stateful && requested != TimestampOrigin::Server).then(|| {
         format!(
-            "timestamps by {:?} with consistency {name:?}: expected \"server\", who stamps the index",
+            "timestamps by {:?} with consistency {consistency_name:?}: expected \"server\", who stamps the index",
             requested.name()
         )
     })
@@ -154,15 +156,15 @@ fn timestamps_error(consistency: Consistency, uses_cookies: bool, requested: Tim
 /// Rejects policies that move established connections: without a consistency mode, each connection follows its bucket.
 fn reject_unstable_policy<T>(consistency: &Spanned<T>, service: &Service, reader: &mut Reader<'_>) {
     let Some(PolicyName(chosen)) = service.policy.value else { return };
-    let fixed = policy::load_independent_names();
-    if fixed.contains(&chosen) {
+    let stable_policies = policy::load_independent_policy_names();
+    if stable_policies.contains(&chosen) {
         return;
     }
     let message = format!(
         "consistency \"none\" with policy {chosen:?}, which would send a connection's packets to several servers: \
          expected \
          a policy whose choice depends on the pool alone: {}",
-        fixed.join(", ")
+        stable_policies.join(", ")
     );
     reader.report(consistency.span(), message);
 }

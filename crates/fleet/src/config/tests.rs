@@ -4,7 +4,7 @@ use coreward_config::Source;
 
 use super::*;
 
-const GOOD: &str = r#"# Our fleet.
+const VALID_FLEET_TOML: &str = r#"# Our fleet.
 # Ask Kim before changing it.
 report_interval = "50ms"
 load_ewma_alpha = 0.25
@@ -32,27 +32,27 @@ buckets = 64
 servers = ["s2"]
 "#;
 
-fn parse(text: &str) -> Result<FleetConfig, String> {
+fn parse_fleet(text: &str) -> Result<FleetConfig, String> {
     FleetConfig::parse(&Source::from_text("fleet.toml", text)).map_err(|mistakes| mistakes.to_string())
 }
 
 /// Returns the error message after `from` has been replaced by `to` in the valid document.
-fn error(from: &str, to: &str) -> String {
-    assert!(GOOD.contains(from), "{from:?} is not in the good file");
-    parse(&GOOD.replacen(from, to, 1)).unwrap_err()
+fn error_after_replacement(from: &str, to: &str) -> String {
+    assert!(VALID_FLEET_TOML.contains(from), "{from:?} is not in the good file");
+    parse_fleet(&VALID_FLEET_TOML.replacen(from, to, 1)).unwrap_err()
 }
 
 #[test]
 fn server_in_too_many_services_is_rejected() {
-    let fleet = |services: u32| {
+    let parse_services = |services: u32| {
         let mut text = "[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n".to_owned();
         for service in 0..services {
             text += &format!("[[service]]\nname = \"web{service}\"\nvip = \"10.200.0.1:{}\"\n", 80 + service);
         }
         FleetConfig::parse(&Source::from_text("fleet.toml", &text))
     };
-    assert_eq!(fleet(64).unwrap().services.len(), 64);
-    let mistakes = fleet(65).unwrap_err().to_string();
+    assert_eq!(parse_services(64).unwrap().services.len(), 64);
+    let mistakes = parse_services(65).unwrap_err().to_string();
     assert!(mistakes.contains("server \"s1\" is in 65 services: expected at most 64"), "{mistakes}");
 }
 
@@ -60,7 +60,7 @@ fn server_in_too_many_services_is_rejected() {
 #[test]
 fn empty_document_is_rejected() {
     for text in ["", "\n# nothing\n", "\u{feff}"] {
-        let message = parse(text).unwrap_err();
+        let message = parse_fleet(text).unwrap_err();
         assert!(
             message.starts_with("fleet.toml: nothing in it: expected [[server]] and [[service]], or "),
             "{message}"
@@ -70,14 +70,14 @@ fn empty_document_is_rejected() {
             "the store's first document"
         );
     }
-    assert_eq!(parse("load_ewma_alpha = 0.5\n").unwrap().services.len(), 0);
+    assert_eq!(parse_fleet("load_ewma_alpha = 0.5\n").unwrap().services.len(), 0);
 }
 
 #[test]
 fn valid_file_is_parsed() {
-    let config = parse(GOOD).unwrap();
+    let config = parse_fleet(VALID_FLEET_TOML).unwrap();
     assert_eq!(config.report_interval, Duration::from_millis(50));
-    assert_eq!(config.alpha.get(), 0.25);
+    assert_eq!(config.load_ewma_alpha.get(), 0.25);
     assert_eq!(config.max_connection_lifetime, DEFAULT_MAX_CONNECTION_LIFETIME);
     let servers: Vec<_> =
         config.servers.iter().map(|s| (s.name.as_str(), s.id.as_ref().map(|id| id.0.get()), s.state)).collect();
@@ -87,22 +87,22 @@ fn valid_file_is_parsed() {
     assert_eq!(
         services,
         [
-            ("10.200.0.1:80/tcp".to_owned(), coreward_model::policy::DEFAULT, 256, vec![0, 1]),
+            ("10.200.0.1:80/tcp".to_owned(), coreward_model::policy::DEFAULT_POLICY_NAME, 256, vec![0, 1]),
             ("10.200.0.1:443/tcp".to_owned(), "pow2", 64, vec![1]),
         ]
     );
 }
 
 #[test]
-fn defaults_are_the_documented_ones() {
-    let config = parse("[[service]]\nname = \"w\"\nvip = \"10.0.0.1:80\"\n").unwrap();
-    assert_eq!((config.report_interval, config.alpha), (DEFAULT_REPORT_INTERVAL, Alpha::PUBLISHED));
+fn defaults_are_as_documented() {
+    let config = parse_fleet("[[service]]\nname = \"w\"\nvip = \"10.0.0.1:80\"\n").unwrap();
+    assert_eq!((config.report_interval, config.load_ewma_alpha), (DEFAULT_REPORT_INTERVAL, SmoothingWeight::PUBLISHED));
     assert_eq!(config.services[0].buckets, BucketCount::PUBLISHED);
     assert!(config.services[0].servers.is_empty());
 }
 
 #[test]
-fn each_invalid_value_is_named() {
+fn each_invalid_value_is_reported_with_its_key() {
     let cases = [
         (
             "load_ewma_alpha = 0.25",
@@ -229,12 +229,12 @@ fn each_invalid_value_is_named() {
         ),
     ];
     for (from, to, message) in cases {
-        assert_eq!(error(from, to), message);
+        assert_eq!(error_after_replacement(from, to), message);
     }
 }
 
 #[test]
-fn contradicting_values_are_named() {
+fn contradicting_values_are_reported_with_their_keys() {
     let cases = [
         (
             "\"s2\"",
@@ -372,15 +372,16 @@ fn contradicting_values_are_named() {
         ),
     ];
     for (from, to, message) in cases {
-        assert_eq!(error(from, to), message);
+        assert_eq!(error_after_replacement(from, to), message);
     }
 }
 
 #[test]
 fn service_modes_are_parsed() {
-    let mode = |keys: &str| {
-        let mode = parse(&GOOD.replacen("policy = \"pow2\"", keys, 1)).unwrap().services[1].mode;
-        (mode.consistency.name(), mode.timestamps.name())
+    let parse_mode = |keys: &str| {
+        let service_mode =
+            parse_fleet(&VALID_FLEET_TOML.replacen("policy = \"pow2\"", keys, 1)).unwrap().services[1].mode;
+        (service_mode.consistency.name(), service_mode.timestamps.name())
     };
     let cases = [
         ("", "stateless", "server"),
@@ -395,23 +396,23 @@ fn service_modes_are_parsed() {
         ("protocol = \"udp\"\nudp = \"packet\"\npolicy = \"rr\"", "none", "off"),
     ];
     for (keys, consistency, timestamps) in cases {
-        assert_eq!(mode(keys), (consistency.to_owned(), timestamps), "{keys}");
+        assert_eq!(parse_mode(keys), (consistency.to_owned(), timestamps), "{keys}");
     }
 }
 
 #[test]
 fn one_vip_and_port_may_have_a_service_per_protocol() {
-    let text = GOOD.replace("10.200.0.1:443\"", "10.200.0.1:80\"\nprotocol = \"udp\"");
-    assert_eq!(parse(&text).unwrap().services[1].address.to_string(), "10.200.0.1:80/udp");
+    let text = VALID_FLEET_TOML.replace("10.200.0.1:443\"", "10.200.0.1:80\"\nprotocol = \"udp\"");
+    assert_eq!(parse_fleet(&text).unwrap().services[1].address.to_string(), "10.200.0.1:80/udp");
 }
 
 #[test]
 fn weights_and_times_are_parsed() {
-    let text = GOOD
+    let text = VALID_FLEET_TOML
         .replace("id = 7", "weight = 0\ncapacity = 2.5")
         .replace("buckets = 64", "slow_start = \"30s\"")
         .replace("load_ewma_alpha = 0.25", "key_rotation = \"168h\"");
-    let config = parse(&text).unwrap();
+    let config = parse_fleet(&text).unwrap();
     assert_eq!((config.servers[0].weight.get(), config.servers[0].capacity.map(|c| c.get())), (0, Some(2.5)));
     assert_eq!((config.servers[1].weight.get(), config.servers[1].capacity), (1, None));
     assert_eq!(config.services[1].slow_start, Duration::from_secs(30));
@@ -420,35 +421,39 @@ fn weights_and_times_are_parsed() {
 
 #[test]
 fn racks_of_fleet_and_servers_are_parsed() {
-    let racks = |names: &[&str]| Some(names.iter().map(|name| (*name).to_owned()).collect());
-    assert_eq!((parse(GOOD).unwrap().racks, parse(GOOD).unwrap().servers[0].racks.clone()), (None, None));
-    let text =
-        GOOD.replace("id = 7", "racks = [\"r1\"]").replace("load_ewma_alpha = 0.25", "racks = [\"r1\", \"rack2\"]");
-    let config = parse(&text).unwrap();
-    assert_eq!((config.racks, config.servers[0].racks.clone()), (racks(&["r1", "rack2"]), racks(&["r1"])));
-    let only_itself = parse(&GOOD.replace("id = 7", "racks = []")).unwrap();
-    assert_eq!(only_itself.servers[0].racks, racks(&[]));
-    // Without the fleet's list, any name is allowed.
-    let any = parse(&GOOD.replace("id = 7", "racks = [\"r9\"]")).unwrap();
-    assert_eq!((any.racks, any.servers[0].racks.clone()), (None, racks(&["r9"])));
-    let error = |from: &str, to: &str| parse(&text.replace(from, to)).unwrap_err().to_string();
+    let rack_names = |names: &[&str]| Some(names.iter().map(|name| (*name).to_owned()).collect());
     assert_eq!(
-        error("[\"r1\"]", "[\"rakc2\"]"),
+        (parse_fleet(VALID_FLEET_TOML).unwrap().racks, parse_fleet(VALID_FLEET_TOML).unwrap().servers[0].racks.clone()),
+        (None, None)
+    );
+    let text = VALID_FLEET_TOML
+        .replace("id = 7", "racks = [\"r1\"]")
+        .replace("load_ewma_alpha = 0.25", "racks = [\"r1\", \"rack2\"]");
+    let config = parse_fleet(&text).unwrap();
+    assert_eq!((config.racks, config.servers[0].racks.clone()), (rack_names(&["r1", "rack2"]), rack_names(&["r1"])));
+    let without_racks = parse_fleet(&VALID_FLEET_TOML.replace("id = 7", "racks = []")).unwrap();
+    assert_eq!(without_racks.servers[0].racks, rack_names(&[]));
+    // Without the fleet's list, any name is allowed.
+    let with_any_rack = parse_fleet(&VALID_FLEET_TOML.replace("id = 7", "racks = [\"r9\"]")).unwrap();
+    assert_eq!((with_any_rack.racks, with_any_rack.servers[0].racks.clone()), (None, rack_names(&["r9"])));
+    let error_after_replacement = |from: &str, to: &str| parse_fleet(&text.replace(from, to)).unwrap_err().to_string();
+    assert_eq!(
+        error_after_replacement("[\"r1\"]", "[\"rakc2\"]"),
         "fleet.toml:10:10: key `server.racks`: rack \"rakc2\" does not exist: expected one of the fleet's `racks` \
          (nearest: `rack2`)"
     );
     assert_eq!(
-        error("[\"r1\"]", "[\"r1\", \"r1\"]"),
+        error_after_replacement("[\"r1\"]", "[\"r1\", \"r1\"]"),
         "fleet.toml:10:16: key `server.racks`: rack r1 is used twice (first in line 10): expected each once"
     );
-    let unknown = error("racks = [\"r1\"]", "rack = \"r1\"");
+    let unknown_key_error = error_after_replacement("racks = [\"r1\"]", "rack = \"r1\"");
     assert!(
-        unknown.starts_with("fleet.toml:10:1: key `server.rack`: is not known")
-            && unknown.contains("(nearest: `racks`)"),
-        "{unknown}"
+        unknown_key_error.starts_with("fleet.toml:10:1: key `server.rack`: is not known")
+            && unknown_key_error.contains("(nearest: `racks`)"),
+        "{unknown_key_error}"
     );
-    let wrong = error("[\"r1\"]", "\"r1\"");
-    assert!(wrong.starts_with("fleet.toml:10:9: key `server.racks`: "), "{wrong}");
+    let wrong_type_error = error_after_replacement("[\"r1\"]", "\"r1\"");
+    assert!(wrong_type_error.starts_with("fleet.toml:10:9: key `server.racks`: "), "{wrong_type_error}");
 }
 
 #[test]
@@ -458,10 +463,10 @@ fn too_many_servers_are_rejected() {
         text += &format!("[[server]]\nname = \"s{n}\"\naddress = \"10.{}.{}.{}\"\n", n >> 16, n >> 8 & 255, n & 255);
     }
     // 10.0.0.0 and its like are no networks here: any unicast address may be a host's.
-    assert_eq!(parse(&text).unwrap().servers.len(), 16_384);
+    assert_eq!(parse_fleet(&text).unwrap().servers.len(), 16_384);
     text += "[[server]]\nname = \"one\"\naddress = \"10.9.9.9\"\n";
     assert_eq!(
-        parse(&text).unwrap_err(),
+        parse_fleet(&text).unwrap_err(),
         "fleet.toml:49153:1: key `server`: 16385 servers: expected at most 16384, all that a cookie holds"
     );
 }
@@ -472,32 +477,37 @@ fn too_many_services_are_rejected() {
     for n in 0..1025 {
         text += &format!("[[service]]\nname = \"w{n}\"\nvip = \"10.0.0.1:{}\"\n", n + 80);
     }
-    assert_eq!(parse(&text).unwrap_err(), "fleet.toml:3073:1: key `service`: 1025 services: expected at most 1024");
+    assert_eq!(
+        parse_fleet(&text).unwrap_err(),
+        "fleet.toml:3073:1: key `service`: 1025 services: expected at most 1024"
+    );
 }
 
 /// One wrong value hides no other mistakes, and causes no second mistake in values that depend on it.
 #[test]
 fn all_mistakes_are_reported_at_once() {
-    let text = GOOD
+    let text = VALID_FLEET_TOML
         .replace("10.2.0.12", "10.2.0.300")
         .replace("load_ewma_alpha = 0.25", "load_ewma_alpha = 2")
         .replace("policy = \"pow2\"", "policy = \"pow\"\nconsistency = \"none\"")
         .replace("10.200.0.1:443", "10.200.0.1:80")
         .replace("name = \"s1\"", "nane = \"s1\"");
-    let mistakes = parse(&text).unwrap_err();
-    let places: Vec<&str> = mistakes.lines().map(|line| line.split(": ").nth(1).unwrap()).collect();
-    let expected = ["load_ewma_alpha", "server.name", "server.nane", "server.address", "service.vip", "service.policy"];
-    assert_eq!(places, expected.map(|key| format!("key `{key}`")), "{mistakes}");
+    let mistakes = parse_fleet(&text).unwrap_err();
+    let mistake_keys: Vec<&str> = mistakes.lines().map(|line| line.split(": ").nth(1).unwrap()).collect();
+    let expected_keys =
+        ["load_ewma_alpha", "server.name", "server.nane", "server.address", "service.vip", "service.policy"];
+    assert_eq!(mistake_keys, expected_keys.map(|key| format!("key `{key}`")), "{mistakes}");
 }
 
 #[test]
-fn service_migrates_in_one_direction() {
-    let with = |line: &str| error("policy = \"pow2\"\n", &format!("policy = \"pow2\"\n{line}\n"));
-    let good = GOOD.replacen("policy = \"pow2\"\n", "migrate_from = \"10.2.0.5\"\n", 1);
-    let config = parse(&good).unwrap();
+fn service_migrates_either_to_or_from_another_load_balancer() {
+    let error_with_line =
+        |line: &str| error_after_replacement("policy = \"pow2\"\n", &format!("policy = \"pow2\"\n{line}\n"));
+    let migrating_text = VALID_FLEET_TOML.replacen("policy = \"pow2\"\n", "migrate_from = \"10.2.0.5\"\n", 1);
+    let config = parse_fleet(&migrating_text).unwrap();
     assert_eq!(config.services[0].other_balancer, None);
-    let from = OtherBalancer { address: [10, 2, 0, 5].into(), is_handed_over: false };
-    assert_eq!(config.services[1].other_balancer, Some(from));
+    let previous_balancer = OtherBalancer { address: [10, 2, 0, 5].into(), is_handed_over: false };
+    assert_eq!(config.services[1].other_balancer, Some(previous_balancer));
     for (line, message) in [
         (
             "migrate_from = \"10.2.0.5\"\nmigrate_to = \"10.2.0.5\"",
@@ -535,6 +545,6 @@ fn service_migrates_in_one_direction() {
              `migrate_to` in both",
         ),
     ] {
-        assert_eq!(with(line), message);
+        assert_eq!(error_with_line(line), message);
     }
 }

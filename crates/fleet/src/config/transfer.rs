@@ -43,12 +43,12 @@ pub fn other_balancer(
         );
         reader.report(written.span(), message);
     }
-    let other = written.get_ref().0;
-    if other == address.socket.ip() {
-        let message = format!("`{key}` is the VIP {other}: expected the load balancer's own address");
+    let other_address = written.get_ref().0;
+    if other_address == address.socket.ip() {
+        let message = format!("`{key}` is the VIP {other_address}: expected the load balancer's own address");
         reader.report(written.span(), message);
     }
-    Some(OtherBalancer { address: other, is_handed_over: service.migrate_to.is_some() })
+    Some(OtherBalancer { address: other_address, is_handed_over: service.migrate_to.is_some() })
 }
 
 /// Checks that a server stamps new connections of all its services or of none: the kernel has only one setting.
@@ -59,21 +59,22 @@ pub fn check_uniform_stamping(
     reader: &mut Reader<'_>,
 ) {
     let is_handed_over = |service: &ServiceConfig| service.other_balancer.is_some_and(|other| other.is_handed_over);
-    let stamped = || services.iter().filter(|service| service.mode.is_stamped());
-    let mut first_staying: HashMap<usize, usize> = HashMap::new();
-    for (index, staying) in services.iter().enumerate().filter(|(_, one)| one.mode.is_stamped() && !is_handed_over(one))
+    let stamped_services = || services.iter().filter(|service| service.mode.is_stamped_by_servers());
+    let mut first_staying_service: HashMap<usize, usize> = HashMap::new();
+    for (index, staying) in
+        services.iter().enumerate().filter(|(_, one)| one.mode.is_stamped_by_servers() && !is_handed_over(one))
     {
         for position in &staying.servers {
-            first_staying.entry(*position).or_insert(index);
+            first_staying_service.entry(*position).or_insert(index);
         }
     }
-    for leaving in stamped().filter(|service| is_handed_over(service)) {
-        let staying = |position: &usize| Some((*first_staying.get(position)?, *position));
-        let shared = leaving.servers.iter().filter_map(staying).min_by_key(|(staying, _)| *staying);
-        let shared = shared.map(|(staying, position)| (&services[staying], &servers[position]));
-        let Some((staying, server)) = shared else { continue };
-        let entry = listed.iter().find(|entry| entry.span() == leaving.span);
-        let Some(written) = entry.and_then(|entry| entry.get_ref().migrate_to.as_ref()) else { continue };
+    for leaving in stamped_services().filter(|service| is_handed_over(service)) {
+        let staying_service = |position: &usize| Some((*first_staying_service.get(position)?, *position));
+        let shared_server = leaving.servers.iter().filter_map(staying_service).min_by_key(|(staying, _)| *staying);
+        let shared_server = shared_server.map(|(staying, position)| (&services[staying], &servers[position]));
+        let Some((staying, server)) = shared_server else { continue };
+        let leaving_entry = listed.iter().find(|entry| entry.span() == leaving.span);
+        let Some(written) = leaving_entry.and_then(|entry| entry.get_ref().migrate_to.as_ref()) else { continue };
         let message = format!(
             "service {:?} is handed over, but its server {:?} goes on stamping new connections of service {:?}, and a \
              server \

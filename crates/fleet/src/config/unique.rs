@@ -7,24 +7,24 @@ use coreward_config::{Reader, Span};
 /// Set of values that must be unique in the document, with their locations.
 pub struct UniqueValues<T> {
     value_name: &'static str,
-    seen: HashMap<T, Span>,
+    first_locations: HashMap<T, Span>,
 }
 
 impl<T: Hash + Eq + Display> UniqueValues<T> {
     pub fn new(value_name: &'static str) -> Self {
-        Self { value_name, seen: HashMap::new() }
+        Self { value_name, first_locations: HashMap::new() }
     }
 
     /// Inserts a value, or reports a mistake if it is a duplicate. `None`: an invalid value, which is ignored.
     pub fn insert(&mut self, value: Option<T>, span: &Span, reader: &mut Reader<'_>) {
         let Some(value) = value else { return };
-        if let Some(first) = self.seen.get(&value) {
-            let line = reader.line_number(first);
+        if let Some(first) = self.first_locations.get(&value) {
+            let first_line = reader.line_number(first);
             let message =
-                format!("{} {value} is used twice (first in line {line}): expected each once", self.value_name);
+                format!("{} {value} is used twice (first in line {first_line}): expected each once", self.value_name);
             reader.report(span.clone(), message);
             return;
         }
-        self.seen.insert(value, span.clone());
+        self.first_locations.insert(value, span.clone());
     }
 }

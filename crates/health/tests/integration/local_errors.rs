@@ -9,8 +9,8 @@ use coreward_health::checker::{CheckResult, CheckedService, Checker};
 use coreward_model::health::{HealthCheck, HealthVerdict, Jitter, Probe, ProbeAddress, Thresholds};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
-fn service(vip: SocketAddr) -> CheckedService<u32> {
-    let check = HealthCheck {
+fn checked_service(vip: SocketAddr) -> CheckedService<u32> {
+    let health_check = HealthCheck {
         probe: Probe::Tcp,
         probe_address: ProbeAddress::Server,
         port: None,
@@ -19,17 +19,22 @@ fn service(vip: SocketAddr) -> CheckedService<u32> {
         thresholds: Thresholds::new(1, 3).expect("not 0"),
         jitter: Jitter::new(0.0).expect("from 0 to 1"),
     };
-    CheckedService { check: Arc::new(check), vip, servers: vec![(1, Ipv4Addr::LOCALHOST.into())], nat_table: None }
+    CheckedService {
+        check: Arc::new(health_check),
+        vip,
+        servers: vec![(1, Ipv4Addr::LOCALHOST.into())],
+        nat_table: None,
+    }
 }
 
 fn wait_until(checker: &Checker<u32>, what: &str, is_so: impl Fn(&CheckResult) -> bool) -> CheckResult {
-    let end = Instant::now() + Duration::from_secs(30);
+    let deadline = Instant::now() + Duration::from_secs(30);
     loop {
-        let found = checker.results();
-        if let Some((_, found)) = found.first().filter(|(_, found)| is_so(found)) {
+        let check_results = checker.results();
+        if let Some((_, found)) = check_results.first().filter(|(_, found)| is_so(found)) {
             return found.clone();
         }
-        assert!(Instant::now() < end, "{what}: {found:?}");
+        assert!(Instant::now() < deadline, "{what}: {check_results:?}");
         std::thread::sleep(Duration::from_millis(5));
     }
 }
@@ -37,31 +42,34 @@ fn wait_until(checker: &Checker<u32>, what: &str, is_so: impl Fn(&CheckResult) -
 /// Runs in a child process, because it lowers the process's limit of open files.
 #[test]
 fn exhausted_file_descriptors_mark_no_server_down() {
-    const CHILD_VARIABLE: &str = "COREWARD_TEST_ALONE";
-    if std::env::var_os(CHILD_VARIABLE).is_none() {
-        let test = ["--exact", "local_errors::exhausted_file_descriptors_mark_no_server_down"];
-        let output =
-            Command::new(std::env::current_exe().unwrap()).args(test).env(CHILD_VARIABLE, "1").output().unwrap();
+    const CHILD_ENV_VARIABLE: &str = "COREWARD_TEST_ALONE";
+    if std::env::var_os(CHILD_ENV_VARIABLE).is_none() {
+        let test_arguments = ["--exact", "local_errors::exhausted_file_descriptors_mark_no_server_down"];
+        let output = Command::new(std::env::current_exe().unwrap())
+            .args(test_arguments)
+            .env(CHILD_ENV_VARIABLE, "1")
+            .output()
+            .unwrap();
         assert!(String::from_utf8_lossy(&output.stdout).contains("1 passed"), "{output:?}");
         return;
     }
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-    let address = listener.local_addr().unwrap();
+    let server_address = listener.local_addr().unwrap();
     let checker = Checker::start().unwrap();
-    checker.set_services(vec![service(address)]);
+    checker.set_services(vec![checked_service(server_address)]);
     wait_until(&checker, "a server that listens is up", |found| found.verdict() == Some(HealthVerdict::Up));
 
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
     setrlimit(Resource::RLIMIT_NOFILE, 3, hard).unwrap();
-    let blind = wait_until(&checker, "checks that cannot be made withdraw the verdict", |found| {
+    let unknown_result = wait_until(&checker, "checks that cannot be made withdraw the verdict", |found| {
         found.verdict() != Some(HealthVerdict::Up)
     });
     setrlimit(Resource::RLIMIT_NOFILE, soft, hard).unwrap();
-    assert_eq!((blind.verdict(), blind.failure_count), (None, 0), "{blind:?}");
-    assert!(blind.last_error.contains("Too many open files"), "{blind:?}");
+    assert_eq!((unknown_result.verdict(), unknown_result.failure_count), (None, 0), "{unknown_result:?}");
+    assert!(unknown_result.last_error.contains("Too many open files"), "{unknown_result:?}");
 
     wait_until(&checker, "with files it is up again", |found| found.verdict() == Some(HealthVerdict::Up));
     drop(listener);
-    let down = wait_until(&checker, "no process listens", |found| found.verdict() == Some(HealthVerdict::Down));
-    assert!(down.failure_count >= 3 && down.last_error == "connection refused", "{down:?}");
+    let down_result = wait_until(&checker, "no process listens", |found| found.verdict() == Some(HealthVerdict::Down));
+    assert!(down_result.failure_count >= 3 && down_result.last_error == "connection refused", "{down_result:?}");
 }

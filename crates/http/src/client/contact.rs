@@ -27,21 +27,22 @@ impl FromStr for ControllerUrl {
     type Err = InvalidControllerUrl;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let wrong = || InvalidControllerUrl(text.to_owned());
-        let bare = text.trim_end_matches('/');
-        if let Some(authority) = bare.strip_prefix("https://") {
-            let (host, port) = authority.rsplit_once(':').ok_or_else(wrong)?;
+        let invalid_url = || InvalidControllerUrl(text.to_owned());
+        let trimmed = text.trim_end_matches('/');
+        if let Some(authority) = trimmed.strip_prefix("https://") {
+            let (host, port) = authority.rsplit_once(':').ok_or_else(invalid_url)?;
             let is_host = !host.is_empty() && !host.contains(['/', '@', '?', '#', ' ']);
             let is_port = port.parse::<u16>().is_ok_and(|port| port > 0);
             return if is_host && is_port {
                 Ok(Self { is_https: true, authority: authority.to_owned() })
             } else {
-                Err(wrong())
+                Err(invalid_url())
             };
         }
-        let address: SocketAddr = bare.strip_prefix("http://").unwrap_or(bare).parse().map_err(|_| wrong())?;
+        let address: SocketAddr =
+            trimmed.strip_prefix("http://").unwrap_or(trimmed).parse().map_err(|_| invalid_url())?;
         // Without encryption, a token must not cross a network.
-        if address.ip().is_loopback() { Ok(address.into()) } else { Err(wrong()) }
+        if address.ip().is_loopback() { Ok(address.into()) } else { Err(invalid_url()) }
     }
 }
 

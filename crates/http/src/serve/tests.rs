@@ -16,7 +16,7 @@ use super::*;
 /// Timeout of operations that normally take milliseconds.
 const TIMEOUT: Duration = Duration::from_secs(30);
 /// Timeout that does not expire during a test.
-const NEVER: Duration = Duration::from_secs(3600);
+const LONG_TIMEOUT: Duration = Duration::from_secs(3600);
 
 struct EndlessBody(Interval);
 
@@ -63,12 +63,12 @@ impl Client {
         timeout(TIMEOUT, reading).await.unwrap_or_else(|_| panic!("no {expected:?} in time"));
     }
 
-    async fn ask(&mut self) {
+    async fn request_root(&mut self) {
         self.send("GET / HTTP/1.1\r\nHost: h\r\n\r\n").await;
         self.read_until("here").await;
     }
 
-    async fn watch(&mut self) {
+    async fn start_watch(&mut self) {
         self.send("GET /watch HTTP/1.1\r\nHost: h\r\n\r\n").await;
         self.read_until("more").await;
     }
@@ -84,31 +84,31 @@ impl Client {
 #[tokio::test]
 async fn idle_connection_is_evicted_for_a_new_one() {
     let (address, _serving) =
-        serve(ConnectionLimits { max_connections: 5, head_timeout: NEVER, ..ConnectionLimits::default() });
-    let mut alone = Client::connect(2, address).await;
+        serve(ConnectionLimits { max_connections: 5, head_timeout: LONG_TIMEOUT, ..ConnectionLimits::default() });
+    let mut sole_client = Client::connect(2, address).await;
     let mut watcher = Client::connect(1, address).await;
-    watcher.watch().await;
-    let mut asked = Client::connect(1, address).await;
-    asked.ask().await;
-    let mut halfway = Client::connect(1, address).await;
-    halfway.send("GET / HTTP/1.1\r\n").await;
-    let mut silent = Client::connect(1, address).await;
+    watcher.start_watch().await;
+    let mut recently_active_client = Client::connect(1, address).await;
+    recently_active_client.request_root().await;
+    let mut partial_request_client = Client::connect(1, address).await;
+    partial_request_client.send("GET / HTTP/1.1\r\n").await;
+    let mut longest_idle_client = Client::connect(1, address).await;
     // It has sent another request, so it is idle for less long than the next one.
-    silent.ask().await;
-    asked.ask().await;
+    longest_idle_client.request_root().await;
+    recently_active_client.request_root().await;
 
-    let mut next = Client::connect(3, address).await;
-    next.ask().await;
-    halfway.assert_closed().await;
-    let mut another = Client::connect(3, address).await;
-    another.ask().await;
-    silent.assert_closed().await;
-    // Two share an address; `alone` connected first.
-    let mut third = Client::connect(4, address).await;
-    third.ask().await;
-    next.assert_closed().await;
-    for client in [&mut alone, &mut asked, &mut another, &mut third] {
-        client.ask().await;
+    let mut new_client = Client::connect(3, address).await;
+    new_client.request_root().await;
+    partial_request_client.assert_closed().await;
+    let mut second_new_client = Client::connect(3, address).await;
+    second_new_client.request_root().await;
+    longest_idle_client.assert_closed().await;
+    // Two share an address; `sole_client` connected first.
+    let mut third_new_client = Client::connect(4, address).await;
+    third_new_client.request_root().await;
+    new_client.assert_closed().await;
+    for client in [&mut sole_client, &mut recently_active_client, &mut second_new_client, &mut third_new_client] {
+        client.request_root().await;
     }
     watcher.read_until("more").await;
 }
@@ -116,17 +116,17 @@ async fn idle_connection_is_evicted_for_a_new_one() {
 #[tokio::test]
 async fn connection_waits_when_all_slots_are_busy() {
     let (address, _serving) =
-        serve(ConnectionLimits { max_connections: 2, head_timeout: NEVER, ..ConnectionLimits::default() });
+        serve(ConnectionLimits { max_connections: 2, head_timeout: LONG_TIMEOUT, ..ConnectionLimits::default() });
     let mut watchers = [Client::connect(1, address).await, Client::connect(1, address).await];
     for watcher in &mut watchers {
-        watcher.watch().await;
+        watcher.start_watch().await;
     }
-    let mut next = Client::connect(1, address).await;
-    let waited = timeout(Duration::from_millis(300), next.ask()).await;
-    assert!(waited.is_err(), "there is no place");
+    let mut waiting_client = Client::connect(1, address).await;
+    let result = timeout(Duration::from_millis(300), waiting_client.request_root()).await;
+    assert!(result.is_err(), "there is no place");
     let [first, mut second] = watchers;
     drop(first);
-    next.read_until("here").await;
+    waiting_client.read_until("here").await;
     second.read_until("more").await;
 }
 
@@ -135,13 +135,13 @@ async fn idle_connection_is_closed_unless_it_watches() {
     let (address, _serving) =
         serve(ConnectionLimits { head_timeout: Duration::from_secs(2), ..ConnectionLimits::default() });
     let mut watcher = Client::connect(1, address).await;
-    watcher.watch().await;
-    let mut silent = Client::connect(1, address).await;
-    let mut halfway = Client::connect(1, address).await;
-    halfway.send("GET / HTTP/1.1\r\n").await;
-    let mut asked = Client::connect(1, address).await;
-    asked.ask().await;
-    for client in [&mut silent, &mut halfway, &mut asked] {
+    watcher.start_watch().await;
+    let mut silent_client = Client::connect(1, address).await;
+    let mut partial_request_client = Client::connect(1, address).await;
+    partial_request_client.send("GET / HTTP/1.1\r\n").await;
+    let mut idle_client = Client::connect(1, address).await;
+    idle_client.request_root().await;
+    for client in [&mut silent_client, &mut partial_request_client, &mut idle_client] {
         client.assert_closed().await;
     }
     for _ in 0..3 {

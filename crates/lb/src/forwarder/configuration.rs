@@ -7,12 +7,12 @@ use anyhow::Context as _;
 use coreward_dataplane::clock::monotonic;
 use coreward_dataplane::lb;
 use coreward_model::ServerId;
-use coreward_model::connection_table::OwnerNumber;
-use coreward_model::consistency::Timestamps;
+use coreward_model::connection_table::TableOwnerNumber;
+use coreward_model::consistency::TimestampOrigin;
 use coreward_model::policy::TelemetryLevel;
 use coreward_model::vlan::Vlan;
 use coreward_wire::v1::RefusedUpdate;
-use coreward_wire::{FleetChange, FleetConfiguration, Peer, RefusedService, Server, Service, ServiceIndex};
+use coreward_wire::{FleetChange, FleetConfiguration, Peer, Server, Service, ServiceIndex, UnusableService};
 
 use super::Forwarder;
 use super::refusals::RefusalSubject;
@@ -23,54 +23,62 @@ fn server_identity(server: &Server) -> (ServerId, IpAddr, Vlan) {
     (server.id, server.address, server.vlan)
 }
 
-fn peer_addresses(peers: &[Peer]) -> Vec<(&str, Option<IpAddr>)> {
+fn peer_names_and_addresses(peers: &[Peer]) -> Vec<(&str, Option<IpAddr>)> {
     peers.iter().map(|peer| (peer.name.as_str(), peer.address)).collect()
 }
 
 impl Forwarder {
     /// Applies a configuration. Unusable services are reported and keep their previous configuration.
-    pub fn apply_configuration(
+    pub fn apply_and_report_configuration(
         &mut self,
         number: u64,
         mut configuration: FleetConfiguration,
-        refused: &[RefusedService],
+        refused: &[UnusableService],
     ) -> anyhow::Result<()> {
         let generation = configuration.generation;
-        let services: BTreeSet<u32> = configuration.services.iter().map(|service| service.index.get().into()).collect();
-        self.refusals.retain_tables(|index| services.contains(&index));
-        configuration.services.extend(self.services_in_force(refused, &configuration.services));
-        let outcome = self.configure(number, configuration);
-        self.report_refused(generation, refused, &outcome);
-        outcome
+        let service_indexes: BTreeSet<u32> =
+            configuration.services.iter().map(|service| service.index.get().into()).collect();
+        self.refusals.retain_tables(|index| service_indexes.contains(&index));
+        configuration.services.extend(self.previous_services_of_refused(refused, &configuration.services));
+        let apply_result = self.configure(number, configuration);
+        self.record_refused_services(generation, refused, &apply_result);
+        apply_result
     }
 
-    pub fn apply_change(&mut self, mut change: FleetChange, refused: &[RefusedService]) -> anyhow::Result<()> {
+    pub fn apply_and_report_change(
+        &mut self,
+        mut change: FleetChange,
+        refused: &[UnusableService],
+    ) -> anyhow::Result<()> {
         let generation = change.configuration.generation;
         for service in &change.configuration.services {
             self.refusals.accept(RefusalSubject::Service(service.index.get().into()));
         }
         for index in &change.removed_services {
-            self.refusals.forget_service(index.get().into());
+            self.refusals.remove_service(index.get().into());
         }
-        change.configuration.services.extend(self.services_in_force(refused, &change.configuration.services));
-        let outcome = self.update_configuration(change);
-        if !self.needs_configuration {
-            self.report_refused(generation, refused, &outcome);
+        change
+            .configuration
+            .services
+            .extend(self.previous_services_of_refused(refused, &change.configuration.services));
+        let change_result = self.try_apply_change(change);
+        if !self.needs_complete_configuration {
+            self.record_refused_services(generation, refused, &change_result);
         }
-        outcome
+        change_result
     }
 
     /// Returns the previous configurations of services whose new ones are unusable.
-    fn services_in_force(&self, refused: &[RefusedService], others: &[Service]) -> Vec<Service> {
-        let kept = |refused: &RefusedService| {
-            let (before, _) = self.services.get(&ServiceIndex::new(refused.index)?)?;
-            let is_free = others.iter().all(|other| other.address != before.address);
-            (before.name == refused.name && is_free).then(|| refused.with_servers_of(before))
+    fn previous_services_of_refused(&self, refused: &[UnusableService], others: &[Service]) -> Vec<Service> {
+        let previous_service = |refused: &UnusableService| {
+            let (before, _) = self.services_by_index.get(&ServiceIndex::new(refused.index)?)?;
+            let is_address_free = others.iter().all(|other| other.address != before.address);
+            (before.name == refused.name && is_address_free).then(|| refused.with_servers_of(before))
         };
-        refused.iter().filter_map(kept).collect()
+        refused.iter().filter_map(previous_service).collect()
     }
 
-    fn report_refused(&mut self, generation: u64, refused: &[RefusedService], outcome: &anyhow::Result<()>) {
+    fn record_refused_services(&mut self, generation: u64, refused: &[UnusableService], outcome: &anyhow::Result<()>) {
         for service in refused {
             self.refusals.refuse(RefusalSubject::Service(service.index), service.to_refused_update(generation));
         }
@@ -88,52 +96,56 @@ impl Forwarder {
     }
 
     pub fn record_table_outcome(&mut self, index: u32, generation: u64, outcome: &anyhow::Result<()>) {
-        let known = ServiceIndex::new(index).and_then(|index| self.services.get(&index));
+        let configured_service = ServiceIndex::new(index).and_then(|index| self.services_by_index.get(&index));
         let Err(error) = outcome else { return self.refusals.accept(RefusalSubject::Table(index)) };
         // The controller got the report, and makes tables of the service for other load balancers.
-        if known.is_none() && self.refusals.is_refused(index) {
+        if configured_service.is_none() && self.refusals.is_refused(index) {
             return;
         }
-        let service = known.map_or_else(|| format!("index {index}"), |(service, _)| service.name.clone());
+        let service_name =
+            configured_service.map_or_else(|| format!("index {index}"), |(service, _)| service.name.clone());
         let reason = format!("{error:#}");
-        self.refusals.refuse(RefusalSubject::Table(index), RefusedUpdate { service, generation, reason, table: true });
+        self.refusals.refuse(
+            RefusalSubject::Table(index),
+            RefusedUpdate { service: service_name, generation, reason, table: true },
+        );
     }
 
     /// Applies a configuration: keys, services and servers. Tables follow later. Changes refer to the configuration by
     /// `number`. Fails, without effect, when the data plane cannot hold the services.
     pub fn configure(&mut self, number: u64, configuration: FleetConfiguration) -> anyhow::Result<()> {
         self.configuration_number = None;
-        let with_mode = |service: &Service| (service.address, service.mode);
-        let services: Vec<_> = configuration.services.iter().map(with_mode).collect();
-        let indexes = self.balancer.set_services(&services)?;
-        for (service, index) in configuration.services.iter().zip(&indexes) {
-            self.balancer.set_service_name(*index, &service.name);
+        let address_and_mode = |service: &Service| (service.address, service.mode);
+        let addresses_and_modes: Vec<_> = configuration.services.iter().map(address_and_mode).collect();
+        let lb_service_indexes = self.load_balancer.set_services(&addresses_and_modes)?;
+        for (service, index) in configuration.services.iter().zip(&lb_service_indexes) {
+            self.load_balancer.set_service_name(*index, &service.name);
             if let Some(key) = service.time_key {
-                self.balancer.set_time_key(*index, key);
+                self.load_balancer.set_time_key(*index, key);
             }
         }
-        self.balancer.set_keys(&configuration.keys);
-        (self.keys, self.is_unsaved) = (Some(configuration.keys), true);
-        self.services = configuration
+        self.load_balancer.set_keys(&configuration.keys);
+        (self.fleet_keys, self.is_configuration_unsaved) = (Some(configuration.keys), true);
+        self.services_by_index = configuration
             .services
             .into_iter()
-            .zip(indexes)
+            .zip(lb_service_indexes)
             .map(|(service, index)| (service.index, (service, index)))
             .collect();
-        self.count_traffic()?;
+        self.update_telemetry_level()?;
         self.use_server_vlans()?;
-        self.peers = configuration.load_balancers;
-        self.report_interval = configuration.report_interval;
-        self.table_lifetime = configuration.table_lifetime;
-        self.table_ages.retain(|service| self.services.contains_key(&service));
+        self.load_balancers = configuration.load_balancers;
+        self.traffic_report_interval = configuration.report_interval;
+        self.load_based_table_lifetime = configuration.table_lifetime;
+        self.table_ages.retain(|service| self.services_by_index.contains_key(&service));
         self.resolve_addresses()?;
-        self.index_servers();
-        self.masked_targets.retain(|(service, _)| self.services.contains_key(service));
-        for index in self.services.keys().copied().collect::<Vec<_>>() {
+        self.index_servers_by_neighbour();
+        self.masked_targets.retain(|(service, _)| self.services_by_index.contains_key(service));
+        for index in self.services_by_index.keys().copied().collect::<Vec<_>>() {
             self.set_servers(index);
         }
-        self.set_owners();
-        self.health.configure(self.services.values().map(|(service, _)| service));
+        self.set_connection_owners();
+        self.health_checks.configure(self.services_by_index.values().map(|(service, _)| service));
         (self.confirmed_generation, self.configuration_number) = (configuration.generation, Some(number));
         self.applied_generation = self.confirmed_generation;
         self.configured_at.get_or_insert_with(monotonic);
@@ -143,49 +155,54 @@ impl Forwarder {
     /// Applies a change to the configuration in force, by processing only changed servers; changed services need a
     /// complete configuration. Fails when the change is to another configuration
     /// ([`Forwarder::needs_complete_configuration`]), and for the same reasons as a complete configuration.
-    pub fn update_configuration(&mut self, change: FleetChange) -> anyhow::Result<()> {
+    pub fn try_apply_change(&mut self, change: FleetChange) -> anyhow::Result<()> {
         if self.configuration_number != Some(change.base_number) {
-            self.needs_configuration = true;
+            self.needs_complete_configuration = true;
             anyhow::bail!(
                 "the change is based on configuration {}, which is not in force: expected a complete configuration",
                 change.base_number
             );
         }
-        let same_but_servers = |new: &Service| {
-            let known = self.services.get(&new.index);
-            known.is_some_and(|(old, _)| Service { servers: old.servers.clone(), ..new.clone() } == *old)
+        let differs_only_in_servers = |new: &Service| {
+            let known_service = self.services_by_index.get(&new.index);
+            known_service.is_some_and(|(old, _)| Service { servers: old.servers.clone(), ..new.clone() } == *old)
         };
-        let next = &change.configuration;
-        let peers_moved = peer_addresses(&self.peers) != peer_addresses(&next.load_balancers);
-        if !change.removed_services.is_empty() || peers_moved || !next.services.iter().all(same_but_servers) {
-            let number = change.number;
-            let before = self.configuration().context("a change without a configuration in force")?;
-            let whole = change.apply_to(before);
-            return self.configure(number, whole);
+        let next_configuration = &change.configuration;
+        let peers_have_moved = peer_names_and_addresses(&self.load_balancers)
+            != peer_names_and_addresses(&next_configuration.load_balancers);
+        if !change.removed_services.is_empty()
+            || peers_have_moved
+            || !next_configuration.services.iter().all(differs_only_in_servers)
+        {
+            let change_number = change.number;
+            let previous_configuration =
+                self.current_configuration().context("a change without a configuration in force")?;
+            let complete_configuration = change.apply_to(previous_configuration);
+            return self.configure(change_number, complete_configuration);
         }
-        self.balancer.set_keys(&next.keys);
-        (self.keys, self.is_unsaved) = (Some(next.keys), true);
-        self.report_interval = next.report_interval;
-        self.table_lifetime = next.table_lifetime;
-        self.peers = change.configuration.load_balancers;
+        self.load_balancer.set_keys(&next_configuration.keys);
+        (self.fleet_keys, self.is_configuration_unsaved) = (Some(next_configuration.keys), true);
+        self.traffic_report_interval = next_configuration.report_interval;
+        self.load_based_table_lifetime = next_configuration.table_lifetime;
+        self.load_balancers = change.configuration.load_balancers;
         let (mut moved, mut checked) = (false, false);
-        let mut changed = Vec::new();
+        let mut changed_services = Vec::new();
         for new in change.configuration.services {
-            let Some((service, _)) = self.services.get_mut(&new.index) else { continue };
+            let Some((service, _)) = self.services_by_index.get_mut(&new.index) else { continue };
             moved |= !new.servers.iter().map(server_identity).eq(service.servers.iter().map(server_identity));
             checked |= new.check.is_some();
-            changed.push(new.index);
+            changed_services.push(new.index);
             *service = new;
         }
         if moved {
             self.use_server_vlans()?;
             self.resolve_addresses()?;
-            self.index_servers();
+            self.index_servers_by_neighbour();
         }
-        changed.into_iter().for_each(|index| self.set_servers(index));
-        self.set_owners();
+        changed_services.into_iter().for_each(|index| self.set_servers(index));
+        self.set_connection_owners();
         if checked {
-            self.health.configure(self.services.values().map(|(service, _)| service));
+            self.health_checks.configure(self.services_by_index.values().map(|(service, _)| service));
         }
         (self.confirmed_generation, self.configuration_number) = (change.configuration.generation, Some(change.number));
         self.applied_generation = self.confirmed_generation;
@@ -194,22 +211,22 @@ impl Forwarder {
 
     /// Returns whether the next configuration must be complete, because a change did not apply.
     pub fn needs_configuration(&self) -> bool {
-        self.needs_configuration
+        self.needs_complete_configuration
     }
 
     /// Applies a configuration that an earlier daemon saved. After it, the next one of a controller must be complete.
     pub fn restore(&mut self, configuration: FleetConfiguration) -> anyhow::Result<()> {
         self.configure(0, configuration)?;
-        (self.confirmed_generation, self.configuration_number, self.is_unsaved) = (0, None, false);
+        (self.confirmed_generation, self.configuration_number, self.is_configuration_unsaved) = (0, None, false);
         Ok(())
     }
 
     /// Returns a warning if the first configuration of a controller is overdue and none was saved.
-    pub(super) fn missing_configuration(&self) -> Option<&'static str> {
-        if self.keys.is_some() || self.missing_log_due.is_some() {
+    pub(super) fn missing_configuration_warning(&self) -> Option<&'static str> {
+        if self.fleet_keys.is_some() || self.missing_configuration_log_at.is_some() {
             return None;
         }
-        Some(if self.balancer.is_taken_over() || self.balancer.is_upgrade_pending() {
+        Some(if self.load_balancer.is_taken_over() || self.load_balancer.is_upgrade_pending() {
             "no configuration: the pinned services and tables forward, without health checks"
         } else {
             "no configuration: packets for VIPs pass to this machine, as no VIP is known"
@@ -217,53 +234,54 @@ impl Forwarder {
     }
 
     pub(super) fn log_missing_configuration(&mut self) {
-        if self.missing_log_due.is_none_or(|due| monotonic() < due) {
+        if self.missing_configuration_log_at.is_none_or(|due| monotonic() < due) {
             return;
         }
-        self.missing_log_due = None;
-        if let Some(problem) = self.missing_configuration() {
+        self.missing_configuration_log_at = None;
+        if let Some(problem) = self.missing_configuration_warning() {
             tracing::warn!(event = "no-configuration", "{problem}");
         }
     }
 
     /// Returns the configuration in force, if it changed since the last call.
     pub fn take_changed_configuration(&mut self) -> Option<FleetConfiguration> {
-        std::mem::take(&mut self.is_unsaved).then(|| self.configuration()).flatten()
+        std::mem::take(&mut self.is_configuration_unsaved).then(|| self.current_configuration()).flatten()
     }
 
-    fn configuration(&self) -> Option<FleetConfiguration> {
+    fn current_configuration(&self) -> Option<FleetConfiguration> {
         Some(FleetConfiguration {
             generation: self.applied_generation,
-            keys: self.keys?,
-            services: self.services.values().map(|(service, _)| service.clone()).collect(),
-            load_balancers: self.peers.clone(),
-            report_interval: self.report_interval,
-            table_lifetime: self.table_lifetime,
+            keys: self.fleet_keys?,
+            services: self.services_by_index.values().map(|(service, _)| service.clone()).collect(),
+            load_balancers: self.load_balancers.clone(),
+            report_interval: self.traffic_report_interval,
+            table_lifetime: self.load_based_table_lifetime,
         })
     }
 
-    fn count_traffic(&mut self) -> anyhow::Result<()> {
-        let wanted = self.services.values().map(|(service, _)| service.telemetry_level).max().unwrap_or_default();
-        self.balancer.count_traffic(wanted == TelemetryLevel::All)
+    fn update_telemetry_level(&mut self) -> anyhow::Result<()> {
+        let needed_telemetry_level =
+            self.services_by_index.values().map(|(service, _)| service.telemetry_level).max().unwrap_or_default();
+        self.load_balancer.set_traffic_counting(needed_telemetry_level == TelemetryLevel::All)
     }
 
     /// Starts to resolve the addresses of servers and load balancers. Fails when packet sockets are not allowed.
     pub(super) fn resolve_addresses(&mut self) -> anyhow::Result<()> {
-        self.find_next_hops();
-        let of_service = |(service, _): &(Service, _)| {
+        self.read_next_hops();
+        let neighbours_of_service = |(service, _): &(Service, _)| {
             service.servers.iter().filter_map(|server| self.neighbour_of(service, server)).collect::<Vec<_>>()
         };
-        let servers = self.services.values().flat_map(of_service);
-        let others = self.peers.iter().filter(|peer| peer.name != self.name);
-        let peers = others.filter_map(|peer| self.peer_neighbour(peer));
-        let followed: BTreeSet<Neighbour> = servers.chain(peers).collect();
-        self.macs.retain(|neighbour, _| followed.contains(neighbour));
-        self.resolvers.set_neighbours(&followed)
+        let server_neighbours = self.services_by_index.values().flat_map(neighbours_of_service);
+        let other_peers = self.load_balancers.iter().filter(|peer| peer.name != self.own_name);
+        let peer_neighbours = other_peers.filter_map(|peer| self.peer_neighbour(peer));
+        let wanted_neighbours: BTreeSet<Neighbour> = server_neighbours.chain(peer_neighbours).collect();
+        self.mac_addresses.retain(|neighbour, _| wanted_neighbours.contains(neighbour));
+        self.resolvers.set_neighbours(&wanted_neighbours)
     }
 
-    pub(super) fn index_servers(&mut self) {
+    pub(super) fn index_servers_by_neighbour(&mut self) {
         let mut servers_by_neighbour: HashMap<Neighbour, Vec<(ServiceIndex, usize)>> = HashMap::new();
-        for (index, (service, _)) in &self.services {
+        for (index, (service, _)) in &self.services_by_index {
             for (position, server) in service.servers.iter().enumerate() {
                 if let Some(neighbour) = self.neighbour_of(service, server) {
                     servers_by_neighbour.entry(neighbour).or_default().push((*index, position));
@@ -277,17 +295,17 @@ impl Forwarder {
     /// from an earlier process until ARP finds another.
     pub(super) fn set_servers(&mut self, service_index: ServiceIndex) {
         self.mask_down_servers(service_index);
-        let Some((service, index)) = self.services.get(&service_index) else { return };
-        let mut gone: HashSet<ServerId> = self.balancer.members(*index).into_iter().collect();
-        self.balancer.set_broadcast_vlan(*index, self.broadcast_vlan(service));
+        let Some((service, index)) = self.services_by_index.get(&service_index) else { return };
+        let mut removed_server_ids: HashSet<ServerId> = self.load_balancer.member_ids(*index).into_iter().collect();
+        self.load_balancer.set_broadcast_vlan(*index, self.broadcast_vlan(service));
         for server in &service.servers {
-            gone.remove(&server.id);
-            let before = self.balancer.server(*index, server.id);
+            removed_server_ids.remove(&server.id);
+            let previous_server = self.load_balancer.server(*index, server.id);
             let neighbour = self.neighbour_of(service, server);
-            let mac = neighbour.and_then(|neighbour| self.macs.get(&neighbour).copied());
-            let mac = mac.or_else(|| before.and_then(|before| before.mac)).filter(|_| neighbour.is_some());
+            let mac = neighbour.and_then(|neighbour| self.mac_addresses.get(&neighbour).copied());
+            let mac = mac.or_else(|| previous_server.and_then(|before| before.mac)).filter(|_| neighbour.is_some());
             let tunnel = lb::Tunnel { address: server.address, source_port: None };
-            if let Err(error) = self.balancer.set_tunnel(server.id, tunnel) {
+            if let Err(error) = self.load_balancer.set_tunnel(server.id, tunnel) {
                 tracing::error!(
                     event = "server-address-not-set",
                     server = server.name,
@@ -297,31 +315,32 @@ impl Forwarder {
                     "the load balancer cannot encapsulate packets for the server's new address"
                 );
             }
-            self.balancer.set_server_vlan(server.id, self.vlan_of(service, server));
-            let now = lb::Server { mac, is_eligible: self.is_eligible(service_index, server) };
+            self.load_balancer.set_server_vlan(server.id, self.vlan_of(service, server));
+            let now = lb::Server { mac, is_eligible: self.may_get_new_connections(service_index, server) };
             // After a switch to LB-side stamping, even an unchanged server needs its address.
-            if before != Some(now) || service.mode.timestamps == Timestamps::LoadBalancer {
-                self.balancer.set_server(*index, server.id, now);
+            if previous_server != Some(now) || service.mode.timestamps == TimestampOrigin::LoadBalancer {
+                self.load_balancer.set_server(*index, server.id, now);
             }
         }
-        gone.into_iter().for_each(|id| self.balancer.remove_server(*index, id));
+        removed_server_ids.into_iter().for_each(|id| self.load_balancer.remove_server(*index, id));
     }
 
     /// Applies the numbers and addresses of all load balancers that have a connection table. One without a resolved MAC
     /// address keeps the one from an earlier process, as servers do.
-    fn set_owners(&mut self) {
-        let own = self.peers.iter().find(|peer| peer.name == self.name).and_then(|peer| peer.owner);
-        if self.balancer.owner_number() != own {
-            self.balancer.set_owner_number(own);
+    fn set_connection_owners(&mut self) {
+        let own_owner_number =
+            self.load_balancers.iter().find(|peer| peer.name == self.own_name).and_then(|peer| peer.owner);
+        if self.load_balancer.owner_number() != own_owner_number {
+            self.load_balancer.set_owner_number(own_owner_number);
         }
-        for owner in OwnerNumber::all() {
-            let peer = self.peers.iter().find(|peer| peer.owner == Some(owner) && peer.name != self.name);
+        for owner in TableOwnerNumber::all() {
+            let peer = self.load_balancers.iter().find(|peer| peer.owner == Some(owner) && peer.name != self.own_name);
             match peer {
-                None => self.balancer.forget_owner(owner),
-                Some(peer) if !peer.is_alive => self.balancer.set_owner_mac(owner, None),
+                None => self.load_balancer.remove_owner(owner),
+                Some(peer) if !peer.is_alive => self.load_balancer.set_owner_mac(owner, None),
                 Some(peer) => {
-                    let mac = self.peer_mac(peer).or_else(|| self.balancer.owner_mac(owner));
-                    self.balancer.set_owner_mac(owner, mac);
+                    let mac = self.peer_mac(peer).or_else(|| self.load_balancer.owner_mac(owner));
+                    self.load_balancer.set_owner_mac(owner, mac);
                 }
             }
         }

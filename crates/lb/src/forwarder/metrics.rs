@@ -54,44 +54,45 @@ metrics! {
 
 impl Forwarder {
     /// Records how long the installation of a table took.
-    pub fn record_install_time(&mut self, took: Duration) {
+    pub fn record_install_latency(&mut self, took: Duration) {
         self.table_install_latency.observe(took);
     }
 
     /// Returns a snapshot of all metrics, given the state message `state` of the daemon.
     pub fn metrics(&self, state: &v1::LoadBalancerState) -> Snapshot {
-        let mut page = component::base_snapshot(Component::Lb);
-        page.add(&CONFIGURATION_GENERATION, [], self.confirmed_generation as f64);
-        component::add_load_balancer(&mut page, &self.name, state);
-        page.add_latencies(&LB_TABLE_INSTALL_SECONDS, self.table_install_latency);
-        page.add(&LB_SEND_DROPS_TOTAL, [], self.symptoms.send_drops_total as f64);
-        page.add(&LB_MASKED_SERVERS, [], self.masked_targets.len() as f64);
-        page.add(&LB_EXPIRED_TABLES, [], self.table_ages.expired().len() as f64);
-        if let Some(announced) = self.announced_vips {
-            page.add(&LB_ANNOUNCED_VIPS, [], announced as f64);
+        let mut snapshot = component::base_snapshot(Component::Lb);
+        snapshot.add(&CONFIGURATION_GENERATION, [], self.confirmed_generation as f64);
+        component::add_load_balancer_metrics(&mut snapshot, &self.own_name, state);
+        snapshot.add_histogram(&LB_TABLE_INSTALL_SECONDS, self.table_install_latency);
+        snapshot.add(&LB_SEND_DROPS_TOTAL, [], self.symptoms.send_drops_total as f64);
+        snapshot.add(&LB_MASKED_SERVERS, [], self.masked_targets.len() as f64);
+        snapshot.add(&LB_EXPIRED_TABLES, [], self.table_ages.services_with_expired_tables().len() as f64);
+        if let Some(announced) = self.announced_vip_count {
+            snapshot.add(&LB_ANNOUNCED_VIPS, [], announced as f64);
         }
-        let checked: Vec<(ServiceIndex, v1::ServerHealth)> =
-            self.health.results().map(|(service, _, checked)| (service, (&checked).into())).collect();
-        for (service, _) in self.services.values().filter(|(service, _)| service.check.is_some()) {
-            let of_service = checked.iter().filter(|(index, _)| *index == service.index).map(|(_, checked)| checked);
-            component::add_health_checks(&mut page, &service.name, of_service);
+        let health_by_service: Vec<(ServiceIndex, v1::ServerHealth)> =
+            self.health_checks.checked_servers().map(|(service, _, checked)| (service, (&checked).into())).collect();
+        for (service, _) in self.services_by_index.values().filter(|(service, _)| service.check.is_some()) {
+            let health_of_service =
+                health_by_service.iter().filter(|(index, _)| *index == service.index).map(|(_, checked)| checked);
+            component::add_health_checks(&mut snapshot, &service.name, health_of_service);
         }
-        for (number, (service, index)) in &self.services {
-            let name = service.name.as_str();
-            let fail = self.symptoms.failing_services.contains(number);
-            page.add(&LB_SERVICE_HANDSHAKES_FAIL, [name], f64::from(u8::from(fail)));
-            if let Some(generation) = self.balancer.table_generation(*index) {
-                page.add(&TABLE_GENERATION, [name], generation as f64);
+        for (number, (service, index)) in &self.services_by_index {
+            let service_name = service.name.as_str();
+            let is_failing = self.symptoms.failing_services.contains(number);
+            snapshot.add(&LB_SERVICE_HANDSHAKES_FAIL, [service_name], f64::from(u8::from(is_failing)));
+            if let Some(generation) = self.load_balancer.table_generation(*index) {
+                snapshot.add(&TABLE_GENERATION, [service_name], generation as f64);
             }
-            let counters = self.balancer.counters(*index);
-            for (counter, count) in COUNTER_NAMES.into_iter().zip(counters.packets) {
+            let counters = self.load_balancer.service_counters(*index);
+            for (counter, count) in COUNTER_NAMES.into_iter().zip(counters.packets_by_outcome) {
                 match counter.strip_prefix("drop_") {
-                    Some(reason) => page.add(&LB_SERVICE_DROPS_TOTAL, [name, reason], count as f64),
-                    None => page.add(&LB_SERVICE_PACKETS_TOTAL, [name, counter], count as f64),
+                    Some(reason) => snapshot.add(&LB_SERVICE_DROPS_TOTAL, [service_name, reason], count as f64),
+                    None => snapshot.add(&LB_SERVICE_PACKETS_TOTAL, [service_name, counter], count as f64),
                 }
             }
-            page.add(&LB_SERVICE_FORWARDED_BYTES_TOTAL, [name], counters.forwarded_bytes as f64);
+            snapshot.add(&LB_SERVICE_FORWARDED_BYTES_TOTAL, [service_name], counters.forwarded_bytes as f64);
         }
-        page
+        snapshot
     }
 }

@@ -13,13 +13,14 @@ pub enum RefusalSubject {
 }
 
 #[derive(Debug, Default)]
-pub struct Refusals(BTreeMap<RefusalSubject, RefusedUpdate>);
+pub struct RefusedUpdates(BTreeMap<RefusalSubject, RefusedUpdate>);
 
-impl Refusals {
+impl RefusedUpdates {
     /// Records an unusable update. Logs it only if its subject or reason is new: tables arrive ten times a second.
     pub fn refuse(&mut self, subject: RefusalSubject, refused: RefusedUpdate) {
-        let same = |before: &RefusedUpdate| before.service == refused.service && before.reason == refused.reason;
-        if !self.0.get(&subject).is_some_and(same) {
+        let has_same_reason =
+            |before: &RefusedUpdate| before.service == refused.service && before.reason == refused.reason;
+        if !self.0.get(&subject).is_some_and(has_same_reason) {
             let RefusedUpdate { service, generation, reason, table } = &refused;
             let kind = if *table { "table" } else { "configuration" };
             tracing::warn!(
@@ -39,7 +40,7 @@ impl Refusals {
         self.0.remove(&subject);
     }
 
-    pub fn forget_service(&mut self, index: u32) {
+    pub fn remove_service(&mut self, index: u32) {
         self.0.remove(&RefusalSubject::Service(index));
         self.0.remove(&RefusalSubject::Table(index));
     }
@@ -57,7 +58,7 @@ impl Refusals {
         self.0.contains_key(&RefusalSubject::Service(index))
     }
 
-    pub fn list(&self) -> Vec<RefusedUpdate> {
+    pub fn all_refused_updates(&self) -> Vec<RefusedUpdate> {
         self.0.values().cloned().collect()
     }
 }
@@ -68,28 +69,31 @@ mod tests {
 
     #[test]
     fn refusal_lasts_until_the_next_update_of_its_subject() {
-        let refused = |service: &str, generation, table| RefusedUpdate {
+        let new_refusal = |service: &str, generation, table| RefusedUpdate {
             service: service.into(),
             generation,
             reason: "unknown".into(),
             table,
         };
-        let mut refusals = Refusals::default();
-        refusals.refuse(RefusalSubject::Service(1), refused("web", 3, false));
-        refusals.refuse(RefusalSubject::Table(1), refused("web", 8, true));
-        refusals.refuse(RefusalSubject::Table(1), refused("web", 9, true));
-        refusals.refuse(RefusalSubject::Service(2), refused("dns", 3, false));
-        assert_eq!(refusals.list(), [refused("web", 3, false), refused("dns", 3, false), refused("web", 9, true)]);
+        let mut refusals = RefusedUpdates::default();
+        refusals.refuse(RefusalSubject::Service(1), new_refusal("web", 3, false));
+        refusals.refuse(RefusalSubject::Table(1), new_refusal("web", 8, true));
+        refusals.refuse(RefusalSubject::Table(1), new_refusal("web", 9, true));
+        refusals.refuse(RefusalSubject::Service(2), new_refusal("dns", 3, false));
+        assert_eq!(
+            refusals.all_refused_updates(),
+            [new_refusal("web", 3, false), new_refusal("dns", 3, false), new_refusal("web", 9, true)]
+        );
         refusals.accept(RefusalSubject::Service(1));
-        assert_eq!(refusals.list(), [refused("dns", 3, false), refused("web", 9, true)]);
+        assert_eq!(refusals.all_refused_updates(), [new_refusal("dns", 3, false), new_refusal("web", 9, true)]);
         refusals.retain_tables(|index| index == 1);
-        assert_eq!(refusals.list(), [refused("web", 9, true)]);
+        assert_eq!(refusals.all_refused_updates(), [new_refusal("web", 9, true)]);
         refusals.retain_tables(|_| false);
-        assert_eq!(refusals.list(), []);
-        refusals.refuse(RefusalSubject::Service(2), refused("dns", 3, false));
-        refusals.refuse(RefusalSubject::Table(2), refused("dns", 3, true));
+        assert_eq!(refusals.all_refused_updates(), []);
+        refusals.refuse(RefusalSubject::Service(2), new_refusal("dns", 3, false));
+        refusals.refuse(RefusalSubject::Table(2), new_refusal("dns", 3, true));
         assert!(refusals.is_refused(2) && !refusals.is_refused(1));
-        refusals.forget_service(2);
-        assert_eq!(refusals.list(), []);
+        refusals.remove_service(2);
+        assert_eq!(refusals.all_refused_updates(), []);
     }
 }

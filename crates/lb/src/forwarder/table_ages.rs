@@ -11,62 +11,62 @@ use coreward_model::ServerId;
 use coreward_model::consistency::Consistency;
 use coreward_model::lb::ServerTraffic;
 use coreward_model::placement::{BucketCount, PlacementTable};
-use coreward_model::policy::{self, LeastByMetric, Policy as _, Pool, PoolServer};
+use coreward_model::policy::{self, LeastPolicy, Policy as _, Pool, PoolServer};
 use coreward_wire::{Server, Service, ServiceIndex};
 
 use super::{Forwarder, PROGRAM_LOAD_TIMEOUT};
 
 /// Interval at which candidates for expired tables are chosen.
-const CHOICE_INTERVAL: Duration = Duration::from_secs(1);
+const CANDIDATE_CHOICE_INTERVAL: Duration = Duration::from_secs(1);
 /// Generation of tables that this load balancer makes itself: those of controllers count from 1.
-const OWN_GENERATION: u64 = 0;
+const OWN_TABLE_GENERATION: u64 = 0;
 
 /// Ages of the services' tables in force. All times are readings of one monotonic clock.
 #[derive(Debug)]
 pub struct TableAges {
     /// Start of this process, from which tables of an earlier process age.
-    started_at: Duration,
+    process_started_at: Duration,
     /// Time at which the stream that brought the newest table ended, by service; `None`: the stream is still open.
-    stream_ends: BTreeMap<ServiceIndex, Option<Duration>>,
+    stream_end_by_service: BTreeMap<ServiceIndex, Option<Duration>>,
     /// Services whose tables have expired, with their number of opened connections at the last choice of candidates.
-    expired: BTreeMap<ServiceIndex, u64>,
-    last_choice: Duration,
+    opened_count_by_expired_service: BTreeMap<ServiceIndex, u64>,
+    last_choice_at: Duration,
     choice_count: u64,
 }
 
 impl TableAges {
-    pub fn new(started_at: Duration) -> Self {
+    pub fn new(process_started_at: Duration) -> Self {
         Self {
-            started_at,
-            stream_ends: BTreeMap::new(),
-            expired: BTreeMap::new(),
-            last_choice: started_at,
+            process_started_at,
+            stream_end_by_service: BTreeMap::new(),
+            opened_count_by_expired_service: BTreeMap::new(),
+            last_choice_at: process_started_at,
             choice_count: 0,
         }
     }
 
     /// Records that a controller sent a table. Returns whether the replaced table had expired.
-    pub fn renew(&mut self, service: ServiceIndex) -> bool {
-        self.stream_ends.insert(service, None);
-        self.expired.remove(&service).is_some()
+    pub fn record_new_table(&mut self, service: ServiceIndex) -> bool {
+        self.stream_end_by_service.insert(service, None);
+        self.opened_count_by_expired_service.remove(&service).is_some()
     }
 
     pub fn end_stream(&mut self, now: Duration) {
-        self.stream_ends.values_mut().for_each(|end| *end = end.or(Some(now)));
+        self.stream_end_by_service.values_mut().for_each(|end| *end = end.or(Some(now)));
     }
 
     pub fn retain(&mut self, is_service: impl Fn(ServiceIndex) -> bool) {
-        self.stream_ends.retain(|service, _| is_service(*service));
-        self.expired.retain(|service, _| is_service(*service));
+        self.stream_end_by_service.retain(|service, _| is_service(*service));
+        self.opened_count_by_expired_service.retain(|service, _| is_service(*service));
     }
 
     fn exceeds_lifetime(&self, service: ServiceIndex, lifetime: Duration, now: Duration) -> bool {
-        let since = self.stream_ends.get(&service).copied().unwrap_or(Some(self.started_at));
-        since.is_some_and(|since| now.saturating_sub(since) >= lifetime)
+        let aging_since = self.stream_end_by_service.get(&service).copied().unwrap_or(Some(self.process_started_at));
+        aging_since.is_some_and(|since| now.saturating_sub(since) >= lifetime)
     }
 
-    pub fn expired(&self) -> impl ExactSizeIterator<Item = ServiceIndex> + '_ {
-        self.expired.keys().copied()
+    pub fn services_with_expired_tables(&self) -> impl ExactSizeIterator<Item = ServiceIndex> + '_ {
+        self.opened_count_by_expired_service.keys().copied()
     }
 }
 
@@ -76,57 +76,70 @@ impl Forwarder {
     }
 
     /// Chooses new candidates for services whose tables have expired, once a second.
-    pub(super) fn choose_for_expired_tables(&mut self) {
+    pub(super) fn refresh_expired_tables(&mut self) {
         let now = monotonic();
-        if now.saturating_sub(self.table_ages.last_choice) < CHOICE_INTERVAL {
+        if now.saturating_sub(self.table_ages.last_choice_at) < CANDIDATE_CHOICE_INTERVAL {
             return;
         }
-        self.table_ages.last_choice = now;
+        self.table_ages.last_choice_at = now;
         let is_expired = |(service, index): &&(Service, lb::ServiceIndex)| {
-            let may_choose = match self.balancer.table_generation(*index) {
-                None => may_make_table(service),
-                Some(generation) => generation == OWN_GENERATION || policy::reads_loads(&service.policy),
+            let may_choose = match self.load_balancer.table_generation(*index) {
+                None => may_choose_candidates(service),
+                Some(generation) => {
+                    generation == OWN_TABLE_GENERATION || policy::does_policy_read_loads(&service.policy)
+                }
             };
-            may_choose && self.table_ages.exceeds_lifetime(service.index, self.table_lifetime, now)
+            may_choose && self.table_ages.exceeds_lifetime(service.index, self.load_based_table_lifetime, now)
         };
-        let expired: Vec<_> = self.services.values().filter(is_expired).map(|(service, _)| service.index).collect();
-        if expired.is_empty() {
+        let expired_services: Vec<_> =
+            self.services_by_index.values().filter(is_expired).map(|(service, _)| service.index).collect();
+        if expired_services.is_empty() {
             return;
         }
-        let ids: BTreeSet<ServerId> =
-            expired.iter().flat_map(|index| self.services[index].0.servers.iter().map(|server| server.id)).collect();
-        let ids: Vec<ServerId> = ids.into_iter().collect();
-        let traffic = ids.iter().copied().zip(self.balancer.traffic_of(&ids)).collect();
-        expired.into_iter().for_each(|index| self.choose_for_expired_table(index, &traffic));
+        let server_ids: BTreeSet<ServerId> = expired_services
+            .iter()
+            .flat_map(|index| self.services_by_index[index].0.servers.iter().map(|server| server.id))
+            .collect();
+        let server_ids: Vec<ServerId> = server_ids.into_iter().collect();
+        let traffic_by_server =
+            server_ids.iter().copied().zip(self.load_balancer.traffic_of_servers(&server_ids)).collect();
+        expired_services.into_iter().for_each(|index| self.refresh_expired_table(index, &traffic_by_server));
     }
 
-    fn choose_for_expired_table(&mut self, service_index: ServiceIndex, traffic: &HashMap<ServerId, ServerTraffic>) {
-        let (service, index) = &self.services[&service_index];
-        let opened = self.balancer.opened_connections(*index);
-        let before = self.table_ages.expired.insert(service_index, opened);
-        if before.is_none() {
-            log_expired(service, self.table_lifetime);
+    fn refresh_expired_table(&mut self, service_index: ServiceIndex, traffic: &HashMap<ServerId, ServerTraffic>) {
+        let (service, index) = &self.services_by_index[&service_index];
+        let opened_count = self.load_balancer.opened_connection_count(*index);
+        let previous_opened_count = self.table_ages.opened_count_by_expired_service.insert(service_index, opened_count);
+        if previous_opened_count.is_none() {
+            log_expired(service, self.load_based_table_lifetime);
         }
         self.table_ages.choice_count += 1;
-        let mut least = LeastByMetric::new(self.table_ages.choice_count);
-        let own_table = self.balancer.table_generation(*index).is_none().then(|| {
-            let pool = eligible_pool(service, |server| server.is_eligible, traffic);
-            least.compute_table(&pool, BucketCount::PUBLISHED, OWN_GENERATION)
+        let mut least_loaded = LeastPolicy::new(self.table_ages.choice_count);
+        let own_table = self.load_balancer.table_generation(*index).is_none().then(|| {
+            let eligible_servers = eligible_pool(service, |server| server.is_eligible, traffic);
+            least_loaded.compute_table(&eligible_servers, BucketCount::PUBLISHED, OWN_TABLE_GENERATION)
         });
-        let takes_new =
+        let takes_new_connections =
             |server: &Server| server.is_eligible && !self.masked_targets.contains(&(service_index, server.id));
-        let choose = |table: &PlacementTable| {
-            let members: BTreeSet<ServerId> = table.members.iter().map(|member| member.server).collect();
-            let pool = eligible_pool(service, |server| members.contains(&server.id) && takes_new(server), traffic);
-            let opened = opened.saturating_sub(before.unwrap_or(opened));
-            least.candidate_table(&pool.with_opened_connections(opened), table.bucket_count)
+        let choose_candidates = |table: &PlacementTable| {
+            let member_ids: BTreeSet<ServerId> = table.members.iter().map(|member| member.server).collect();
+            let eligible_servers = eligible_pool(
+                service,
+                |server| member_ids.contains(&server.id) && takes_new_connections(server),
+                traffic,
+            );
+            let newly_opened_count = opened_count.saturating_sub(previous_opened_count.unwrap_or(opened_count));
+            least_loaded
+                .candidate_table(&eligible_servers.with_opened_connections(newly_opened_count), table.bucket_count)
         };
-        let installed = own_table.map_or(Ok(()), |table| {
+        let install_result = own_table.map_or(Ok(()), |table| {
             coreward_daemon::run_with_watchdog_limit(PROGRAM_LOAD_TIMEOUT, || {
-                self.balancer.install_table(*index, &table)
+                self.load_balancer.install_table(*index, &table)
             })
         });
-        if let Err(error) = installed.and_then(|()| self.balancer.replace_candidates(*index, choose)) {
+        if let Err(error) =
+            install_result.and_then(|()| self.load_balancer.replace_candidates(*index, choose_candidates))
+        {
             tracing::warn!(
                 event = "candidates-not-replaced",
                 service = service.name,
@@ -137,8 +150,9 @@ impl Forwarder {
     }
 
     pub(super) fn expired_tables(&self) -> impl Iterator<Item = String> + '_ {
-        let services = self.table_ages.expired().filter_map(|index| self.services.get(&index));
-        services.map(|(service, _)| {
+        let expired_services =
+            self.table_ages.services_with_expired_tables().filter_map(|index| self.services_by_index.get(&index));
+        expired_services.map(|(service, _)| {
             format!(
                 "service {} has no table within its lifetime: new connections go by this load balancer's own counts",
                 service.name
@@ -158,7 +172,7 @@ fn log_expired(service: &Service, lifetime: Duration) {
 
 /// Returns whether this load balancer may choose a service's candidates. Without a cookie or a connection table, all
 /// load balancers must choose alike, or connections would change their server.
-fn may_make_table(service: &Service) -> bool {
+fn may_choose_candidates(service: &Service) -> bool {
     matches!(service.mode.consistency, Consistency::Stateless | Consistency::Stateful | Consistency::HashTable)
         && service.servers.iter().any(|server| server.is_eligible)
 }
@@ -169,59 +183,61 @@ fn eligible_pool(
     takes_new: impl Fn(&Server) -> bool,
     traffic: &HashMap<ServerId, ServerTraffic>,
 ) -> Pool {
-    let servers = service.servers.iter().filter(|server| takes_new(server));
-    let counted = |server: &Server| {
-        let open = traffic.get(&server.id).map_or(0, |counts| counts.opened.saturating_sub(counts.closed));
+    let eligible_servers = service.servers.iter().filter(|server| takes_new(server));
+    let to_pool_server = |server: &Server| {
+        let open_connection_count =
+            traffic.get(&server.id).map_or(0, |counts| counts.opened.saturating_sub(counts.closed));
         PoolServer {
-            open_connections: open.try_into().unwrap_or(u32::MAX),
+            open_connections: open_connection_count.try_into().unwrap_or(u32::MAX),
             weight: server.weight,
             capacity: server.capacity,
             ..PoolServer::new(server.id)
         }
     };
-    Pool::new(servers.map(counted).collect(), 1)
+    Pool::new(eligible_servers.map(to_pool_server).collect(), 1)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn service(index: u32) -> ServiceIndex {
+    fn service_index(index: u32) -> ServiceIndex {
         ServiceIndex::new(index).unwrap()
     }
 
     #[test]
-    fn table_ages_from_the_end_of_its_stream() {
+    fn table_ages_only_after_the_end_of_its_stream() {
         let [start, lifetime] = [100, 10].map(Duration::from_secs);
         let at = |seconds| start + Duration::from_secs(seconds);
-        let mut ages = TableAges::new(start);
+        let mut table_ages = TableAges::new(start);
         // A table of an earlier process.
         assert!(
-            !ages.exceeds_lifetime(service(1), lifetime, at(9)) && ages.exceeds_lifetime(service(1), lifetime, at(10))
+            !table_ages.exceeds_lifetime(service_index(1), lifetime, at(9))
+                && table_ages.exceeds_lifetime(service_index(1), lifetime, at(10))
         );
-        ages.renew(service(1));
-        assert!(!ages.exceeds_lifetime(service(1), lifetime, at(1000)), "the stream goes on");
-        ages.end_stream(at(1000));
+        table_ages.record_new_table(service_index(1));
+        assert!(!table_ages.exceeds_lifetime(service_index(1), lifetime, at(1000)), "the stream goes on");
+        table_ages.end_stream(at(1000));
         // Further attempts reach no leader.
-        ages.end_stream(at(1005));
+        table_ages.end_stream(at(1005));
         assert!(
-            !ages.exceeds_lifetime(service(1), lifetime, at(1009))
-                && ages.exceeds_lifetime(service(1), lifetime, at(1010))
+            !table_ages.exceeds_lifetime(service_index(1), lifetime, at(1009))
+                && table_ages.exceeds_lifetime(service_index(1), lifetime, at(1010))
         );
         // The next stream brings another service's table only.
-        ages.renew(service(2));
+        table_ages.record_new_table(service_index(2));
         assert!(
-            ages.exceeds_lifetime(service(1), lifetime, at(1011))
-                && !ages.exceeds_lifetime(service(2), lifetime, at(2000))
+            table_ages.exceeds_lifetime(service_index(1), lifetime, at(1011))
+                && !table_ages.exceeds_lifetime(service_index(2), lifetime, at(2000))
         );
     }
 
     #[test]
-    fn next_table_ends_expiry() {
-        let mut ages = TableAges::new(Duration::ZERO);
-        ages.expired.extend([(service(1), 0), (service(2), 0)]);
-        assert!(ages.renew(service(1)) && !ages.renew(service(1)));
-        ages.retain(|index| index != service(2));
-        assert_eq!(ages.expired().len(), 0);
+    fn new_table_ends_the_expiry_of_the_old_one() {
+        let mut table_ages = TableAges::new(Duration::ZERO);
+        table_ages.opened_count_by_expired_service.extend([(service_index(1), 0), (service_index(2), 0)]);
+        assert!(table_ages.record_new_table(service_index(1)) && !table_ages.record_new_table(service_index(1)));
+        table_ages.retain(|index| index != service_index(2));
+        assert_eq!(table_ages.services_with_expired_tables().len(), 0);
     }
 }

@@ -18,25 +18,25 @@ use crate::tuple::{address_from_words, address_words};
 
 /// A 64-bit word of the connection table that packets and user space share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum StorageCell {
+pub enum TableWord {
     /// Word `connection_stack.top` of a partition.
     StackTop(u32),
     /// Word `connection_stack.hand` of a partition.
-    StackHand(u32),
+    ClockHand(u32),
     /// Word of an entry, at a byte offset in `struct connection`.
-    Entry(ConnectionIndex, usize),
+    EntryWord(ConnectionIndex, usize),
 }
 
 /// Memory that holds the words of a connection table, with atomic operations.
-pub trait AtomicStorage {
+pub trait AtomicWordStorage {
     /// Loads a word with acquire order: earlier writes of the thread that stored the word become visible.
-    fn load(&self, word: StorageCell) -> u64;
+    fn load(&self, word: TableWord) -> u64;
     /// Stores a word atomically with relaxed order; only for words that no other thread reads.
-    fn store(&self, word: StorageCell, value: u64);
+    fn store(&self, word: TableWord, value: u64);
     /// Replaces the value `old` of a word by `new` (acquire and release order). Returns whether the word was `old`.
-    fn compare_exchange(&self, word: StorageCell, old: u64, new: u64) -> bool;
+    fn compare_exchange(&self, word: TableWord, old: u64, new: u64) -> bool;
     /// Stores a word atomically with release order, after all earlier stores: an entry's identity in place of 0.
-    fn publish(&self, word: StorageCell, value: u64);
+    fn publish(&self, word: TableWord, value: u64);
 }
 
 const IDENTITY_OFFSET: usize = offset_of!(intf::connection, identity);
@@ -50,13 +50,13 @@ const PORT_FLAGS_NEXT_OFFSET: usize = offset_of!(intf::connection, client_port);
 /// Offset of the word with `generation` in its low half.
 const GENERATION_OFFSET: usize = offset_of!(intf::connection, generation);
 
-const LOW_HALF: u64 = 0xffff_ffff;
+const LOW_HALF_MASK: u64 = 0xffff_ffff;
 const FLAGS_SHIFT: u32 = 16;
 const NEXT_FREE_SHIFT: u32 = 32;
 
 /// Reason for which a new connection gets no entry of the connection table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum TakeError {
+pub enum TakeSlotError {
     /// The partition has no free slot.
     Full,
     /// Other operations took or freed slots during each of [`intf::CONNECTION_TAKE_ATTEMPTS`] attempts.
@@ -83,7 +83,7 @@ pub struct ConnectionTable<M> {
     size: TableSize,
 }
 
-impl<M: AtomicStorage> ConnectionTable<M> {
+impl<M: AtomicWordStorage> ConnectionTable<M> {
     /// Returns a connection table over `memory`, which must have room for `size` entries.
     pub fn new(memory: M, size: TableSize) -> Self {
         Self { memory, size }
@@ -103,29 +103,34 @@ impl<M: AtomicStorage> ConnectionTable<M> {
 
     /// Takes a free slot for a new connection and fills its entry: `take_connection()` of `bpf/lb/connection_table.h`.
     /// Fails when no slot is free, or other operations were faster at each attempt.
-    pub fn take(&self, new: &NewConnection, server: ServerId, now: ClockTicks) -> Result<ConnectionIndex, TakeError> {
+    pub fn take(
+        &self,
+        new: &NewConnection,
+        server: ServerId,
+        now: ClockTicks,
+    ) -> Result<ConnectionIndex, TakeSlotError> {
         let partition = new.hash.partition(self.size);
-        let stack = StorageCell::StackTop(partition);
+        let stack_top = TableWord::StackTop(partition);
         for _ in 0..intf::CONNECTION_TAKE_ATTEMPTS {
             // BPF has no acquiring load: the dependent address of `next_free` orders the two loads.
-            let top = self.memory.load(stack);
+            let top = self.memory.load(stack_top);
             let Some(slot) = (top & u64::from(intf::CONNECTION_STACK_SLOT_MASK)).checked_sub(1) else {
-                return Err(TakeError::Full);
+                return Err(TakeSlotError::Full);
             };
             let index = ConnectionIndex::new(partition, slot as u32);
             // If another operation takes the entry meanwhile, `next` has any value, but the exchange fails.
-            let next = self.next_free(index);
-            if self.memory.compare_exchange(stack, top, changed_top(top, next)) {
-                self.fill(index, new, server, now);
+            let next_free = self.next_free(index);
+            if self.memory.compare_exchange(stack_top, top, updated_stack_top(top, next_free)) {
+                self.fill_entry(index, new, server, now);
                 return Ok(index);
             }
         }
-        Err(TakeError::Contended)
+        Err(TakeSlotError::Contended)
     }
 
     /// Takes the slot of an expired entry for a new connection, when none is free: `reuse_connection()` of
     /// `bpf/lb/stateful.h`. Returns the new entry's index and the connection that had the slot.
-    pub fn reuse(
+    pub fn reuse_expired_slot(
         &self,
         new: &NewConnection,
         server: ServerId,
@@ -133,101 +138,102 @@ impl<M: AtomicStorage> ConnectionTable<M> {
         is_expired: impl Fn(&Connection) -> bool,
     ) -> Option<(ConnectionIndex, Connection)> {
         let partition = new.hash.partition(self.size);
-        let hand = StorageCell::StackHand(partition);
+        let clock_hand = TableWord::ClockHand(partition);
         (0..intf::CONNECTION_HAND_PROBES).find_map(|_| {
-            let slot = self.memory.load(hand);
-            self.memory.store(hand, slot.wrapping_add(1));
+            let slot = self.memory.load(clock_hand);
+            self.memory.store(clock_hand, slot.wrapping_add(1));
             let index = ConnectionIndex::new(partition, slot as u32);
-            let before = self.connection(index).filter(&is_expired)?;
-            if !self.release(index, before.identity) {
+            let expired_connection = self.connection(index).filter(&is_expired)?;
+            if !self.release(index, expired_connection.identity) {
                 return None;
             }
-            self.fill(index, new, server, now);
-            Some((index, before))
+            self.fill_entry(index, new, server, now);
+            Some((index, expired_connection))
         })
     }
 
     /// Writes an entry that no other thread accesses. The identity is written last, because it publishes the entry.
-    fn fill(&self, index: ConnectionIndex, new: &NewConnection, server: ServerId, now: ClockTicks) {
-        let at = |field| StorageCell::Entry(index, field);
-        let generation = (self.memory.load(at(GENERATION_OFFSET)) & u64::from(intf::CONNECTION_GENERATION_MASK)) as u16;
-        self.memory.store(at(PACKETS_OFFSET), 1);
-        self.memory.store(at(BYTES_OFFSET), new.bytes);
-        self.memory.store(at(TIMES_OFFSET), u64::from(now.0) << 32 | u64::from(now.0));
-        let address = address_words(new.client.ip());
-        for (position, pair) in address.as_bytes().chunks_exact(size_of::<u64>()).enumerate() {
+    fn fill_entry(&self, index: ConnectionIndex, new: &NewConnection, server: ServerId, now: ClockTicks) {
+        let entry_word = |field| TableWord::EntryWord(index, field);
+        let generation =
+            (self.memory.load(entry_word(GENERATION_OFFSET)) & u64::from(intf::CONNECTION_GENERATION_MASK)) as u16;
+        self.memory.store(entry_word(PACKETS_OFFSET), 1);
+        self.memory.store(entry_word(BYTES_OFFSET), new.bytes);
+        self.memory.store(entry_word(TIMES_OFFSET), u64::from(now.0) << 32 | u64::from(now.0));
+        let client_words = address_words(new.client.ip());
+        for (position, pair) in client_words.as_bytes().chunks_exact(size_of::<u64>()).enumerate() {
             let word = u64::from_ne_bytes(pair.try_into().expect("two of four bytes each"));
-            self.memory.store(at(CLIENT_ADDRESS_OFFSET + position * size_of::<u64>()), word);
+            self.memory.store(entry_word(CLIENT_ADDRESS_OFFSET + position * size_of::<u64>()), word);
         }
         self.set_port_and_flags(index, u64::from(new.client.port().to_be()));
         let identity = EntryIdentity { tag: new.hash.tag(), generation, service: new.service, server };
-        self.memory.publish(at(IDENTITY_OFFSET), identity.word());
+        self.memory.publish(entry_word(IDENTITY_OFFSET), identity.to_word());
     }
 
     /// Returns the entry and the server of the connection with slot `slot` in its cookie; `None` if the entry is free
     /// or has another connection. BPF: `find_connection()`.
     pub fn find(&self, hash: ConnectionHash, slot: u32, service: u16) -> Option<(ConnectionIndex, ServerId)> {
         let index = ConnectionIndex::new(hash.partition(self.size), slot);
-        let identity = EntryIdentity::from_word(self.memory.load(StorageCell::Entry(index, IDENTITY_OFFSET)))?;
+        let identity = EntryIdentity::from_word(self.memory.load(TableWord::EntryWord(index, IDENTITY_OFFSET)))?;
         (identity.tag == hash.tag() && identity.service == service).then_some((index, identity.server))
     }
 
     /// Counts a packet that is not a SYN: `update_connection()` in BPF. Returns whether the connection starts to close.
     pub fn update(&self, index: ConnectionIndex, bytes: u64, closing: bool, now: ClockTicks) -> bool {
-        self.add(index, PACKETS_OFFSET, 1);
-        self.add(index, BYTES_OFFSET, bytes);
+        self.add_to_entry_word(index, PACKETS_OFFSET, 1);
+        self.add_to_entry_word(index, BYTES_OFFSET, bytes);
         self.set_last_seen(index, now);
         let (word, flag) =
-            (StorageCell::Entry(index, PORT_FLAGS_NEXT_OFFSET), u64::from(intf::CONNECTION_CLOSING) << FLAGS_SHIFT);
-        let closes = closing && self.memory.load(word) & flag == 0;
-        if closes {
+            (TableWord::EntryWord(index, PORT_FLAGS_NEXT_OFFSET), u64::from(intf::CONNECTION_CLOSING) << FLAGS_SHIFT);
+        let starts_closing = closing && self.memory.load(word) & flag == 0;
+        if starts_closing {
             self.memory.store(word, self.memory.load(word) | flag);
         }
-        closes
+        starts_closing
     }
 
     /// Records another SYN of a connection: `reopen_connection()` in BPF. Returns whether the connection was closing.
     pub fn reopen(&self, index: ConnectionIndex, now: ClockTicks) -> bool {
         let (word, flag) =
-            (StorageCell::Entry(index, PORT_FLAGS_NEXT_OFFSET), u64::from(intf::CONNECTION_CLOSING) << FLAGS_SHIFT);
+            (TableWord::EntryWord(index, PORT_FLAGS_NEXT_OFFSET), u64::from(intf::CONNECTION_CLOSING) << FLAGS_SHIFT);
         self.set_last_seen(index, now);
-        let before = self.memory.load(word);
-        self.memory.store(word, before & !flag);
-        before & flag != 0
+        let old_word = self.memory.load(word);
+        self.memory.store(word, old_word & !flag);
+        old_word & flag != 0
     }
 
     // ---- what user space does ----
 
     /// Puts all slots of a new table, whose memory is all 0, on the stacks of their partitions.
     pub fn initialise(&self) {
-        let last = intf::CONNECTIONS_PER_PARTITION - 1;
-        for index in self.size.indexes() {
-            let next = if index.slot() == last { 0 } else { index.slot() + 2 };
-            self.set_next_free(index, next);
+        let last_slot = intf::CONNECTIONS_PER_PARTITION - 1;
+        for index in self.size.entry_indexes() {
+            let next_free = if index.slot() == last_slot { 0 } else { index.slot() + 2 };
+            self.set_next_free(index, next_free);
         }
         for partition in 0..self.size.partition_count() {
-            self.memory.store(StorageCell::StackTop(partition), changed_top(0, 1));
+            self.memory.store(TableWord::StackTop(partition), updated_stack_top(0, 1));
         }
     }
 
     /// Takes the entry away from its connection, if it still has `identity`. Only one of several callers succeeds. It
     /// must [`push`](Self::push) the slot when no packet that read the identity is in flight any longer.
     pub fn release(&self, index: ConnectionIndex, identity: EntryIdentity) -> bool {
-        if !self.memory.compare_exchange(StorageCell::Entry(index, IDENTITY_OFFSET), identity.word(), 0) {
+        if !self.memory.compare_exchange(TableWord::EntryWord(index, IDENTITY_OFFSET), identity.to_word(), 0) {
             return false;
         }
         let generation = u64::from(identity.generation) + 1;
-        self.memory.store(StorageCell::Entry(index, GENERATION_OFFSET), generation);
+        self.memory.store(TableWord::EntryWord(index, GENERATION_OFFSET), generation);
         true
     }
 
     /// Puts the slot of an entry onto the stack of its partition, after [`release`](Self::release).
     pub fn push(&self, index: ConnectionIndex) {
-        let stack = StorageCell::StackTop(index.partition());
+        let stack = TableWord::StackTop(index.partition());
         loop {
             let top = self.memory.load(stack);
             self.set_next_free(index, (top & u64::from(intf::CONNECTION_STACK_SLOT_MASK)) as u32);
-            if self.memory.compare_exchange(stack, top, changed_top(top, index.slot() + 1)) {
+            if self.memory.compare_exchange(stack, top, updated_stack_top(top, index.slot() + 1)) {
                 return;
             }
         }
@@ -237,26 +243,28 @@ impl<M: AtomicStorage> ConnectionTable<M> {
     /// pushed.
     pub fn free_slots(&self, partition: u32) -> Vec<ConnectionIndex> {
         let mut slots = Vec::new();
-        let mut next =
-            (self.memory.load(StorageCell::StackTop(partition)) & u64::from(intf::CONNECTION_STACK_SLOT_MASK)) as u32;
+        let mut next_slot_plus_one =
+            (self.memory.load(TableWord::StackTop(partition)) & u64::from(intf::CONNECTION_STACK_SLOT_MASK)) as u32;
         // A taken slot keeps its `next_free`, so the walk ends at the original bottom of the stack.
-        while let Some(slot) = next.checked_sub(1).filter(|_| slots.len() < intf::CONNECTIONS_PER_PARTITION as usize) {
+        while let Some(slot) =
+            next_slot_plus_one.checked_sub(1).filter(|_| slots.len() < intf::CONNECTIONS_PER_PARTITION as usize)
+        {
             let index = ConnectionIndex::new(partition, slot);
             slots.push(index);
-            next = self.next_free(index);
+            next_slot_plus_one = self.next_free(index);
         }
         slots
     }
 
     /// Returns whether the entry at `index` is free, or about to be filled.
     pub fn is_free(&self, index: ConnectionIndex) -> bool {
-        self.load(index, IDENTITY_OFFSET) == 0
+        self.load_entry_word(index, IDENTITY_OFFSET) == 0
     }
 
     /// Returns the client's address of the connection at `index`, read from three words of the entry. If another
     /// connection gets the entry meanwhile, the address may be the previous client's, or a mixture of both.
     pub fn client_address(&self, index: ConnectionIndex) -> Option<IpAddr> {
-        let words = [0, size_of::<u64>()].map(|half| self.load(index, CLIENT_ADDRESS_OFFSET + half));
+        let words = [0, size_of::<u64>()].map(|half| self.load_entry_word(index, CLIENT_ADDRESS_OFFSET + half));
         let quarters = words.map(|word| [word as u32, (word >> 32) as u32]);
         (!self.is_free(index))
             .then(|| address_from_words([quarters[0][0], quarters[0][1], quarters[1][0], quarters[1][1]]))
@@ -264,53 +272,53 @@ impl<M: AtomicStorage> ConnectionTable<M> {
 
     /// Returns a consistent copy of the connection at `index`, even if packets change it meanwhile; `None` if free.
     pub fn connection(&self, index: ConnectionIndex) -> Option<Connection> {
-        let identity = self.load(index, IDENTITY_OFFSET);
+        let identity = self.load_entry_word(index, IDENTITY_OFFSET);
         if identity == 0 {
             return None;
         }
         let mut entry = intf::connection { identity, ..Default::default() };
         for (position, bytes) in entry.as_mut_bytes().chunks_exact_mut(size_of::<u64>()).enumerate().skip(1) {
-            let word = self.load(index, position * size_of::<u64>());
+            let word = self.load_entry_word(index, position * size_of::<u64>());
             bytes.copy_from_slice(&word.to_ne_bytes());
         }
-        let still = self.load(index, IDENTITY_OFFSET) == identity;
-        if still { Connection::from_entry(index, &entry) } else { None }
+        let is_unchanged = self.load_entry_word(index, IDENTITY_OFFSET) == identity;
+        if is_unchanged { Connection::from_entry(index, &entry) } else { None }
     }
 
     // ---- parts of words ----
 
-    fn load(&self, index: ConnectionIndex, field: usize) -> u64 {
-        self.memory.load(StorageCell::Entry(index, field))
+    fn load_entry_word(&self, index: ConnectionIndex, field: usize) -> u64 {
+        self.memory.load(TableWord::EntryWord(index, field))
     }
 
     fn next_free(&self, index: ConnectionIndex) -> u32 {
-        (self.memory.load(StorageCell::Entry(index, PORT_FLAGS_NEXT_OFFSET)) >> NEXT_FREE_SHIFT) as u32
+        (self.memory.load(TableWord::EntryWord(index, PORT_FLAGS_NEXT_OFFSET)) >> NEXT_FREE_SHIFT) as u32
     }
 
     fn set_next_free(&self, index: ConnectionIndex, next: u32) {
-        self.memory.store(StorageCell::Entry(index, PORT_FLAGS_NEXT_OFFSET), u64::from(next) << NEXT_FREE_SHIFT);
+        self.memory.store(TableWord::EntryWord(index, PORT_FLAGS_NEXT_OFFSET), u64::from(next) << NEXT_FREE_SHIFT);
     }
 
     fn set_port_and_flags(&self, index: ConnectionIndex, low_half: u64) {
-        let word = StorageCell::Entry(index, PORT_FLAGS_NEXT_OFFSET);
-        self.memory.store(word, self.memory.load(word) & !LOW_HALF | low_half);
+        let word = TableWord::EntryWord(index, PORT_FLAGS_NEXT_OFFSET);
+        self.memory.store(word, self.memory.load(word) & !LOW_HALF_MASK | low_half);
     }
 
     fn set_last_seen(&self, index: ConnectionIndex, now: ClockTicks) {
-        let word = StorageCell::Entry(index, TIMES_OFFSET);
-        self.memory.store(word, self.memory.load(word) & !LOW_HALF | u64::from(now.0));
+        let word = TableWord::EntryWord(index, TIMES_OFFSET);
+        self.memory.store(word, self.memory.load(word) & !LOW_HALF_MASK | u64::from(now.0));
     }
 
-    fn add(&self, index: ConnectionIndex, field: usize, value: u64) {
-        let word = StorageCell::Entry(index, field);
+    fn add_to_entry_word(&self, index: ConnectionIndex, field: usize, value: u64) {
+        let word = TableWord::EntryWord(index, field);
         self.memory.store(word, self.memory.load(word).wrapping_add(value));
     }
 }
 
 /// Returns the next word for the top of a stack: the new top slot plus one (0: none), and the next count, against ABA.
-fn changed_top(top: u64, slot_plus_one: u32) -> u64 {
-    let count = (top >> intf::CONNECTION_STACK_COUNT_SHIFT).wrapping_add(1);
-    count << intf::CONNECTION_STACK_COUNT_SHIFT | u64::from(slot_plus_one & intf::CONNECTION_STACK_SLOT_MASK)
+fn updated_stack_top(top: u64, slot_plus_one: u32) -> u64 {
+    let change_count = (top >> intf::CONNECTION_STACK_COUNT_SHIFT).wrapping_add(1);
+    change_count << intf::CONNECTION_STACK_COUNT_SHIFT | u64::from(slot_plus_one & intf::CONNECTION_STACK_SLOT_MASK)
 }
 
 /// Tags and slots of the connections with a recent SYN, in sets by the connection's hash. They are only hints: the
@@ -320,8 +328,8 @@ pub struct RecentConnections(Vec<[u32; intf::RECENT_WAYS as usize]>);
 
 impl Default for RecentConnections {
     fn default() -> Self {
-        let sets = intf::RECENT_CONNECTIONS / intf::RECENT_WAYS;
-        Self(vec![[0; intf::RECENT_WAYS as usize]; sets as usize])
+        let set_count = intf::RECENT_CONNECTIONS / intf::RECENT_WAYS;
+        Self(vec![[0; intf::RECENT_WAYS as usize]; set_count as usize])
     }
 }
 
@@ -329,73 +337,79 @@ impl RecentConnections {
     /// Returns the slot in which [`ConnectionTable::find`] may find the connection of a retransmitted SYN; `None` if no
     /// recent SYN of the connection is recorded.
     pub fn find_slot(&self, hash: ConnectionHash) -> Option<u32> {
-        let recent = self.0[hash.recent_set()].iter().find(|recent| Self::is_recent(**recent, hash))?;
-        Some(recent & intf::CONNECTION_SLOT_MASK)
+        let recent_entry =
+            self.0[hash.recent_syn_set_index()].iter().find(|recent| Self::is_entry_of(**recent, hash))?;
+        Some(recent_entry & intf::CONNECTION_SLOT_MASK)
     }
 
     /// Records the slot of a connection for its next SYN, at the front of its set: `remember_connection()` in BPF.
     pub fn remember(&mut self, hash: ConnectionHash, index: ConnectionIndex) {
-        let mut moved = hash.tag() & !intf::CONNECTION_SLOT_MASK | index.slot();
-        for way in &mut self.0[hash.recent_set()] {
-            let next = std::mem::replace(way, moved);
-            if Self::is_recent(next, hash) {
+        let mut shifted_entry = hash.tag() & !intf::CONNECTION_SLOT_MASK | index.slot();
+        for way in &mut self.0[hash.recent_syn_set_index()] {
+            let displaced_entry = std::mem::replace(way, shifted_entry);
+            if Self::is_entry_of(displaced_entry, hash) {
                 return;
             }
-            moved = next;
+            shifted_entry = displaced_entry;
         }
     }
 
-    fn is_recent(recent: u32, hash: ConnectionHash) -> bool {
+    fn is_entry_of(recent: u32, hash: ConnectionHash) -> bool {
         (recent ^ hash.tag()) & !intf::CONNECTION_SLOT_MASK == 0
     }
 }
 
 /// Connection table memory in the heap of this process, for one thread or several.
 #[derive(Debug)]
-pub struct OwnMemory {
+pub struct HeapTableMemory {
     size: TableSize,
     stack_tops: Vec<AtomicU64>,
     clock_hands: Vec<AtomicU64>,
-    entries: Vec<AtomicU64>,
+    entry_words: Vec<AtomicU64>,
 }
 
-const ENTRY_WORDS: usize = size_of::<intf::connection>() / size_of::<u64>();
+const WORDS_PER_ENTRY: usize = size_of::<intf::connection>() / size_of::<u64>();
 
-impl OwnMemory {
+impl HeapTableMemory {
     /// Returns memory for a table of size `size`, with all words 0.
     pub fn new(size: TableSize) -> Self {
-        let words = |count: usize| (0..count).map(|_| AtomicU64::new(0)).collect();
-        let partitions = size.partition_count() as usize;
-        let entries = words(size.entry_count() as usize * ENTRY_WORDS);
-        Self { size, stack_tops: words(partitions), clock_hands: words(partitions), entries }
+        let zeroed_words = |count: usize| (0..count).map(|_| AtomicU64::new(0)).collect();
+        let partition_count = size.partition_count() as usize;
+        let entry_words = zeroed_words(size.entry_count() as usize * WORDS_PER_ENTRY);
+        Self {
+            size,
+            stack_tops: zeroed_words(partition_count),
+            clock_hands: zeroed_words(partition_count),
+            entry_words,
+        }
     }
 
-    fn at(&self, word: StorageCell) -> &AtomicU64 {
+    fn atomic_word(&self, word: TableWord) -> &AtomicU64 {
         match word {
-            StorageCell::StackTop(partition) => &self.stack_tops[partition as usize],
-            StorageCell::StackHand(partition) => &self.clock_hands[partition as usize],
-            StorageCell::Entry(index, field) => {
-                &self.entries[index.position(self.size) as usize * ENTRY_WORDS + field / size_of::<u64>()]
+            TableWord::StackTop(partition) => &self.stack_tops[partition as usize],
+            TableWord::ClockHand(partition) => &self.clock_hands[partition as usize],
+            TableWord::EntryWord(index, field) => {
+                &self.entry_words[index.position(self.size) as usize * WORDS_PER_ENTRY + field / size_of::<u64>()]
             }
         }
     }
 }
 
-impl AtomicStorage for OwnMemory {
-    fn load(&self, word: StorageCell) -> u64 {
-        self.at(word).load(Ordering::Acquire)
+impl AtomicWordStorage for HeapTableMemory {
+    fn load(&self, word: TableWord) -> u64 {
+        self.atomic_word(word).load(Ordering::Acquire)
     }
 
-    fn store(&self, word: StorageCell, value: u64) {
-        self.at(word).store(value, Ordering::Relaxed);
+    fn store(&self, word: TableWord, value: u64) {
+        self.atomic_word(word).store(value, Ordering::Relaxed);
     }
 
-    fn compare_exchange(&self, word: StorageCell, old: u64, new: u64) -> bool {
-        self.at(word).compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire).is_ok()
+    fn compare_exchange(&self, word: TableWord, old: u64, new: u64) -> bool {
+        self.atomic_word(word).compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
-    fn publish(&self, word: StorageCell, value: u64) {
-        self.at(word).store(value, Ordering::Release);
+    fn publish(&self, word: TableWord, value: u64) {
+        self.atomic_word(word).store(value, Ordering::Release);
     }
 }
 
@@ -407,84 +421,90 @@ mod tests {
     use super::*;
     use crate::cookie::CookieKey;
 
-    const SERVICE: u16 = 9;
+    const SERVICE_SLOT: u16 = 9;
 
-    fn table(entries: u64) -> ConnectionTable<OwnMemory> {
+    fn empty_table(entries: u64) -> ConnectionTable<HeapTableMemory> {
         let size = TableSize::try_from(entries).unwrap();
-        let table = ConnectionTable::new(OwnMemory::new(size), size);
+        let table = ConnectionTable::new(HeapTableMemory::new(size), size);
         table.initialise();
         table
     }
 
-    fn packet(client: u32) -> NewConnection {
+    fn new_connection(client: u32) -> NewConnection {
         let client = SocketAddr::new(Ipv4Addr::from(0x0a01_0000 + client / 60_000).into(), (client % 60_000) as u16);
-        let hash =
-            ConnectionHash::new(&CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 }, SERVICE, client);
-        NewConnection { hash, service: SERVICE, client, bytes: 74 }
+        let hash = ConnectionHash::new(
+            &CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 },
+            SERVICE_SLOT,
+            client,
+        );
+        NewConnection { hash, service: SERVICE_SLOT, client, bytes: 74 }
     }
 
-    fn server(client: u32) -> ServerId {
+    fn server_of_client(client: u32) -> ServerId {
         ServerId::try_from(u64::from(client) % 16_384).unwrap()
     }
 
     #[test]
     fn slot_is_allocated_once_until_freed() {
-        let table = table(4096);
-        let mut taken = BTreeSet::new();
-        let mut refused = 0;
+        let table = empty_table(4096);
+        let mut taken_slots = BTreeSet::new();
+        let mut rejected_count = 0;
         for client in 0..8000 {
-            match table.take(&packet(client), server(client), ClockTicks(3)) {
-                Ok(index) => assert!(taken.insert((index, client))),
+            match table.take(&new_connection(client), server_of_client(client), ClockTicks(3)) {
+                Ok(index) => assert!(taken_slots.insert((index, client))),
                 Err(outcome) => {
-                    assert_eq!(outcome, TakeError::Full);
-                    refused += 1;
+                    assert_eq!(outcome, TakeSlotError::Full);
+                    rejected_count += 1;
                 }
             }
         }
-        assert_eq!((taken.len(), refused), (4096, 8000 - 4096));
-        for (index, client) in &taken {
-            let packet = packet(*client);
-            assert_eq!(table.find(packet.hash, index.slot(), SERVICE), Some((*index, server(*client))));
-            assert_eq!(table.find(packet.hash, index.slot(), SERVICE + 1), None);
+        assert_eq!((taken_slots.len(), rejected_count), (4096, 8000 - 4096));
+        for (index, client) in &taken_slots {
+            let syn = new_connection(*client);
+            assert_eq!(table.find(syn.hash, index.slot(), SERVICE_SLOT), Some((*index, server_of_client(*client))));
+            assert_eq!(table.find(syn.hash, index.slot(), SERVICE_SLOT + 1), None);
             let connection = table.connection(*index).unwrap();
-            assert_eq!((connection.client, connection.packets, connection.bytes), (packet.client, 1, 74));
+            assert_eq!((connection.client, connection.packet_count, connection.bytes), (syn.client, 1, 74));
             assert_eq!((connection.opened_at, connection.identity.generation), (ClockTicks(3), 0));
         }
-        for (index, client) in &taken {
+        for (index, client) in &taken_slots {
             let identity = table.connection(*index).unwrap().identity;
             assert!(table.release(*index, identity) && !table.release(*index, identity));
             table.push(*index);
-            assert_eq!(table.find(packet(*client).hash, index.slot(), SERVICE), None);
+            assert_eq!(table.find(new_connection(*client).hash, index.slot(), SERVICE_SLOT), None);
         }
         assert_eq!((0..4).map(|partition| table.free_slots(partition).len()).sum::<usize>(), 4096);
-        let again = table.take(&packet(1), server(1), ClockTicks(4)).unwrap();
-        assert_eq!(table.connection(again).unwrap().identity.generation, 1);
+        let retaken_index = table.take(&new_connection(1), server_of_client(1), ClockTicks(4)).unwrap();
+        assert_eq!(table.connection(retaken_index).unwrap().identity.generation, 1);
     }
 
     #[test]
-    fn packets_update_entries_and_a_retransmitted_syn_finds_its_entry() {
-        let table = table(1024);
-        let packet = packet(1);
+    fn packets_update_their_entry_and_a_retransmitted_syn_finds_it() {
+        let table = empty_table(1024);
+        let syn = new_connection(1);
         let mut recent = RecentConnections::default();
-        let find = |recent: &RecentConnections| table.find(packet.hash, recent.find_slot(packet.hash)?, SERVICE);
-        assert_eq!(find(&recent), None);
-        table.take(&self::packet(2), server(2), ClockTicks(10)).unwrap();
-        let index = table.take(&packet, server(1), ClockTicks(10)).unwrap();
-        recent.remember(packet.hash, index);
+        let find_by_syn = |recent: &RecentConnections| table.find(syn.hash, recent.find_slot(syn.hash)?, SERVICE_SLOT);
+        assert_eq!(find_by_syn(&recent), None);
+        table.take(&self::new_connection(2), server_of_client(2), ClockTicks(10)).unwrap();
+        let index = table.take(&syn, server_of_client(1), ClockTicks(10)).unwrap();
+        recent.remember(syn.hash, index);
         table.update(index, 1500, false, ClockTicks(11));
         table.update(index, 66, true, ClockTicks(12));
         let connection = table.connection(index).unwrap();
-        assert_eq!((connection.packets, connection.bytes), (3, 74 + 1500 + 66));
+        assert_eq!((connection.packet_count, connection.bytes), (3, 74 + 1500 + 66));
         assert_eq!(
-            (connection.opened_at, connection.last_seen, connection.is_closing),
+            (connection.opened_at, connection.last_packet_at, connection.is_closing),
             (ClockTicks(10), ClockTicks(12), true)
         );
-        assert_eq!(connection.client, packet.client);
-        assert_eq!(find(&recent), Some((index, server(1))));
+        assert_eq!(connection.client, syn.client);
+        assert_eq!(find_by_syn(&recent), Some((index, server_of_client(1))));
         table.reopen(index, ClockTicks(20));
         let connection = table.connection(index).unwrap();
-        assert_eq!((connection.packets, connection.last_seen, connection.is_closing), (3, ClockTicks(20), false));
+        assert_eq!(
+            (connection.packet_count, connection.last_packet_at, connection.is_closing),
+            (3, ClockTicks(20), false)
+        );
         assert!(table.release(index, connection.identity));
-        assert_eq!(find(&recent), None);
+        assert_eq!(find_by_syn(&recent), None);
     }
 }

@@ -9,35 +9,36 @@ use coreward_intf as intf;
 
 /// A family of keyed permutations of the numbers below 2^bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Permutation {
+pub struct KeyedPermutation {
     bits: u32,
 }
 
 /// Number of multiplications in a permutation. Two do not pass the test `differences_are_uniformly_distributed`.
 const ROUND_COUNT: u32 = 3;
 
-impl Permutation {
+impl KeyedPermutation {
     /// Permutation of the kind and the number in a cookie.
     pub const COOKIE: Self = Self { bits: intf::COOKIE_HIDDEN_BITS };
 
     /// Permutation of the server's id in a cookie of LB-side stamping.
-    pub const LB_STAMPED: Self = Self { bits: intf::LB_STAMPING_ID_BITS };
+    pub const LB_STAMPED_COOKIE: Self = Self { bits: intf::LB_STAMPING_ID_BITS };
 
     /// Returns the number that hides `plain` in a cookie of the connection with hash `hash`; both numbers are below
     /// 2^bits.
     pub fn hide(self, hash: u64, plain: u32) -> u32 {
         let mut number = u64::from(plain).wrapping_sub(self.addend(hash)) & self.mask();
         for round in (1..=ROUND_COUNT).rev() {
-            number = self.unfold(number).wrapping_mul(inverse(self.factor(hash, round))) & self.mask();
+            number = self.invert_xor_shift_right(number).wrapping_mul(modular_inverse(self.round_factor(hash, round)))
+                & self.mask();
         }
-        (self.unfold(number) ^ hash & self.mask()) as u32
+        (self.invert_xor_shift_right(number) ^ hash & self.mask()) as u32
     }
 
     /// Returns the plain number that [`hide`](Self::hide) turned into `hidden`.
     pub fn reveal(self, hash: u64, hidden: u32) -> u32 {
-        let mut number = self.fold((u64::from(hidden) ^ hash) & self.mask());
+        let mut number = self.xor_shift_right((u64::from(hidden) ^ hash) & self.mask());
         for round in 1..=ROUND_COUNT {
-            number = self.fold(number.wrapping_mul(self.factor(hash, round)) & self.mask());
+            number = self.xor_shift_right(number.wrapping_mul(self.round_factor(hash, round)) & self.mask());
         }
         (number.wrapping_add(self.addend(hash)) & self.mask()) as u32
     }
@@ -47,7 +48,7 @@ impl Permutation {
     }
 
     /// Returns the odd factor by which round `round` multiplies. Its bits above `bits` have no effect.
-    fn factor(self, hash: u64, round: u32) -> u64 {
+    fn round_factor(self, hash: u64, round: u32) -> u64 {
         hash >> (self.bits * round) | 1
     }
 
@@ -55,20 +56,20 @@ impl Permutation {
         hash >> (u64::BITS - self.bits)
     }
 
-    fn fold(self, number: u64) -> u64 {
+    fn xor_shift_right(self, number: u64) -> u64 {
         number ^ number >> (self.bits / 2)
     }
 
-    fn unfold(self, number: u64) -> u64 {
-        self.fold(number) ^ number >> (self.bits / 2 * 2)
+    fn invert_xor_shift_right(self, number: u64) -> u64 {
+        self.xor_shift_right(number) ^ number >> (self.bits / 2 * 2)
     }
 }
 
 /// Returns the inverse of an odd factor modulo 2^20, by Newton's method, which doubles the number of correct bits.
-fn inverse(factor: u64) -> u64 {
-    let five_bits = factor.wrapping_mul(3) ^ 2;
-    let doubled = |inverse: u64| inverse.wrapping_mul(2u64.wrapping_sub(factor.wrapping_mul(inverse)));
-    doubled(doubled(five_bits))
+fn modular_inverse(factor: u64) -> u64 {
+    let inverse_of_5_bits = factor.wrapping_mul(3) ^ 2;
+    let newton_step = |inverse: u64| inverse.wrapping_mul(2u64.wrapping_sub(factor.wrapping_mul(inverse)));
+    newton_step(newton_step(inverse_of_5_bits))
 }
 
 #[cfg(test)]
@@ -77,12 +78,12 @@ mod tests {
     use crate::rss::seeded_rng;
     use rand::Rng as _;
 
-    const BOTH: [Permutation; 2] = [Permutation::COOKIE, Permutation::LB_STAMPED];
+    const PERMUTATIONS: [KeyedPermutation; 2] = [KeyedPermutation::COOKIE, KeyedPermutation::LB_STAMPED_COOKIE];
 
     #[test]
     fn every_hidden_number_is_revealed() {
         let mut rng = seeded_rng(1, 0);
-        for permutation in BOTH {
+        for permutation in PERMUTATIONS {
             for hash in [0, u64::MAX].into_iter().chain((0..20).map(|_| rng.next_u64())) {
                 for plain in 0..1 << permutation.bits {
                     let hidden = permutation.hide(hash, plain);
@@ -97,23 +98,23 @@ mod tests {
     #[test]
     fn differences_are_uniformly_distributed() {
         let mut rng = seeded_rng(4, 0);
-        let draws = 1 << 19;
-        for permutation in BOTH {
+        let draw_count = 1 << 19;
+        for permutation in PERMUTATIONS {
             let mut counts = vec![0u32; 1 << permutation.bits];
             for bit in 0..permutation.bits {
-                for convert in [Permutation::hide, Permutation::reveal] {
+                for convert in [KeyedPermutation::hide, KeyedPermutation::reveal] {
                     counts.fill(0);
                     let number = rng.next_u64() as u32 & permutation.mask() as u32;
-                    for _ in 0..draws {
+                    for _ in 0..draw_count {
                         let hash = rng.next_u64();
                         let difference =
                             convert(permutation, hash, number) ^ convert(permutation, hash, number ^ 1 << bit);
                         counts[difference as usize] += 1;
                     }
                     // Expected by chance: 16 and 256 each.
-                    let expected_count = draws >> permutation.bits;
-                    let most = counts.iter().max().unwrap();
-                    assert!(*most < 30 + 2 * expected_count, "bit {bit} of {permutation:?}: {most}");
+                    let expected_count = draw_count >> permutation.bits;
+                    let max_count = counts.iter().max().unwrap();
+                    assert!(*max_count < 30 + 2 * expected_count, "bit {bit} of {permutation:?}: {max_count}");
                 }
             }
         }
@@ -124,21 +125,25 @@ mod tests {
     #[test]
     fn differences_of_one_connection_do_not_hold_for_another() {
         let mut rng = seeded_rng(2, 0);
-        for permutation in BOTH {
-            let count = 1 << permutation.bits;
-            let (here, there) = (count / 3, count / 5);
-            let draws = 40_000;
-            let known = {
+        for permutation in PERMUTATIONS {
+            let number_count = 1 << permutation.bits;
+            let (here, there) = (number_count / 3, number_count / 5);
+            let draw_count = 40_000;
+            let known_difference = {
                 let hash = rng.next_u64();
                 permutation.hide(hash, here) ^ permutation.hide(hash, there)
             };
-            let mut hits = 0;
-            for _ in 0..draws {
+            let mut hit_count = 0;
+            for _ in 0..draw_count {
                 let hash = rng.next_u64();
-                hits += u32::from(permutation.reveal(hash, permutation.hide(hash, here) ^ known) == there);
+                hit_count +=
+                    u32::from(permutation.reveal(hash, permutation.hide(hash, here) ^ known_difference) == there);
             }
             // Expected by chance: draws / count, 1.2 and 20.
-            assert!(f64::from(hits) < 8.0 + 3.0 * f64::from(draws) / f64::from(count), "{hits} of {draws}");
+            assert!(
+                f64::from(hit_count) < 8.0 + 3.0 * f64::from(draw_count) / f64::from(number_count),
+                "{hit_count} of {draw_count}"
+            );
         }
     }
 
@@ -148,27 +153,33 @@ mod tests {
     #[test]
     fn differences_of_one_connection_do_not_predict_another() {
         let mut rng = seeded_rng(3, 0);
-        for (permutation, bits, prime) in [(Permutation::COOKIE, 15, 32_749u64), (Permutation::LB_STAMPED, 11, 2_039)] {
-            let modulo = [prime, 1 << bits];
-            let plain = [1, 5, 7].map(|part| (1u32 << bits) / 8 * part + 3);
-            let mut hits = [0; 3];
-            let draws = 20_000;
-            for _ in 0..draws {
+        for (permutation, bits, prime) in
+            [(KeyedPermutation::COOKIE, 15, 32_749u64), (KeyedPermutation::LB_STAMPED_COOKIE, 11, 2_039)]
+        {
+            let moduli = [prime, 1 << bits];
+            let plain_numbers = [1, 5, 7].map(|part| (1u32 << bits) / 8 * part + 3);
+            let mut hit_counts = [0; 3];
+            let draw_count = 20_000;
+            for _ in 0..draw_count {
                 let hashes = [rng.next_u64(), rng.next_u64()];
-                let [known, other] = hashes.map(|hash| plain.map(|plain| permutation.hide(hash, plain)));
-                let minus = |a: u32, b: u32, modulo: u64| (u64::from(a) + modulo - u64::from(b) % modulo) % modulo;
-                for (hits, modulo) in hits.iter_mut().zip(modulo) {
-                    let [known, other] =
-                        [known, other].map(|of| [minus(of[0], of[1], modulo), minus(of[0], of[2], modulo)]);
+                let [known, other] = hashes.map(|hash| plain_numbers.map(|plain| permutation.hide(hash, plain)));
+                let subtract_modulo =
+                    |a: u32, b: u32, modulo: u64| (u64::from(a) + modulo - u64::from(b) % modulo) % modulo;
+                for (hits, modulo) in hit_counts.iter_mut().zip(moduli) {
+                    let [known, other] = [known, other]
+                        .map(|of| [subtract_modulo(of[0], of[1], modulo), subtract_modulo(of[0], of[2], modulo)]);
                     // known[1] / known[0] == other[1] / other[0]
                     *hits += u32::from(known[1] * other[0] % modulo == other[1] * known[0] % modulo);
                 }
-                hits[2] += u32::from(known[0] ^ known[1] ^ known[2] == other[0] ^ other[1] ^ other[2]);
+                hit_counts[2] += u32::from(known[0] ^ known[1] ^ known[2] == other[0] ^ other[1] ^ other[2]);
             }
             // Expected by chance: draws / 2^bits, 0.6 and 10. Modulo 2^bits products agree more often, by factors of
             // two.
-            let expected_count = f64::from(draws) / f64::from(1 << bits);
-            assert!(hits.iter().all(|hits| f64::from(*hits) < 12.0 + 12.0 * expected_count), "{hits:?} of {draws}");
+            let expected_count = f64::from(draw_count) / f64::from(1 << bits);
+            assert!(
+                hit_counts.iter().all(|hits| f64::from(*hits) < 12.0 + 12.0 * expected_count),
+                "{hit_counts:?} of {draw_count}"
+            );
         }
     }
 }

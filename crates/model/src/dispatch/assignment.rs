@@ -7,7 +7,7 @@ use super::LoadHint;
 
 /// Rule by which the cores of a server are divided between two services.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum CoreAssignment {
+pub enum CoreAssignmentMode {
     /// `share`: all services run on all cores
     CompleteShare,
     /// `dedicated`: each core runs one service; cores change hands by load hints
@@ -17,29 +17,29 @@ pub enum CoreAssignment {
     Hybrid,
 }
 
-const NAMES: [(&str, CoreAssignment); 3] = [
-    ("share", CoreAssignment::CompleteShare),
-    ("dedicated", CoreAssignment::Dedicated),
-    ("hybrid", CoreAssignment::Hybrid),
+const ASSIGNMENT_NAMES: [(&str, CoreAssignmentMode); 3] = [
+    ("share", CoreAssignmentMode::CompleteShare),
+    ("dedicated", CoreAssignmentMode::Dedicated),
+    ("hybrid", CoreAssignmentMode::Hybrid),
 ];
 
 /// Error: a name that no core assignment has.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("assignment {0:?}: expected share, dedicated or hybrid")]
-pub struct UnknownAssignment(pub String);
+pub struct UnknownAssignmentMode(pub String);
 
-impl FromStr for CoreAssignment {
-    type Err = UnknownAssignment;
+impl FromStr for CoreAssignmentMode {
+    type Err = UnknownAssignmentMode;
 
-    fn from_str(name: &str) -> Result<Self, UnknownAssignment> {
-        let found = NAMES.iter().find(|(known, _)| *known == name);
-        found.map(|(_, assignment)| *assignment).ok_or_else(|| UnknownAssignment(name.to_owned()))
+    fn from_str(name: &str) -> Result<Self, UnknownAssignmentMode> {
+        let entry = ASSIGNMENT_NAMES.iter().find(|(known, _)| *known == name);
+        entry.map(|(_, assignment)| *assignment).ok_or_else(|| UnknownAssignmentMode(name.to_owned()))
     }
 }
 
-impl fmt::Display for CoreAssignment {
+impl fmt::Display for CoreAssignmentMode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = NAMES.iter().find(|(_, known)| known == self).map_or("", |(name, _)| *name);
+        let name = ASSIGNMENT_NAMES.iter().find(|(_, known)| known == self).map_or("", |(name, _)| *name);
         f.write_str(name)
     }
 }
@@ -85,34 +85,34 @@ impl fmt::Display for ReservedCores {
 
 /// Core allocator of an operating system, for two services of which service 0 has priority.
 #[derive(Debug, Clone)]
-pub struct CoreAllocation {
-    mode: CoreAssignment,
-    reserved: ReservedCores,
+pub struct CoreAllocator {
+    mode: CoreAssignmentMode,
+    reserved_cores: ReservedCores,
     /// Whether service 0 and service 1 run, for each core.
     services_by_core: Vec<[bool; 2]>,
 }
 
-const BOTH: [bool; 2] = [true, true];
+const BOTH_SERVICES: [bool; 2] = [true, true];
 
 /// Returns the state of a core on which only `service` runs.
-fn only_service(service: u8) -> [bool; 2] {
+fn state_with_only(service: u8) -> [bool; 2] {
     [service == 0, service == 1]
 }
 
-impl CoreAllocation {
+impl CoreAllocator {
     /// Returns an allocator with the initial allocation. `dedicated`: both services have equally many cores. `hybrid`:
     /// they have their reserved cores, service 0 first, and share the others.
-    pub fn new(mode: CoreAssignment, cores: u16, reserved: ReservedCores) -> Self {
+    pub fn new(mode: CoreAssignmentMode, cores: u16, reserved_cores: ReservedCores) -> Self {
         let [first, second] = match mode {
-            CoreAssignment::CompleteShare => [0, 0],
-            CoreAssignment::Dedicated => [cores / 2, cores - cores / 2],
-            CoreAssignment::Hybrid => {
-                let [first, second] = reserved.0;
+            CoreAssignmentMode::CompleteShare => [0, 0],
+            CoreAssignmentMode::Dedicated => [cores / 2, cores - cores / 2],
+            CoreAssignmentMode::Hybrid => {
+                let [first, second] = reserved_cores.0;
                 [first.min(cores), second.min(cores.saturating_sub(first))]
             }
         };
-        let runs = |core| [core < cores.saturating_sub(second), core >= first];
-        Self { mode, reserved, services_by_core: (0..cores).map(runs).collect() }
+        let services_on = |core| [core < cores.saturating_sub(second), core >= first];
+        Self { mode, reserved_cores, services_by_core: (0..cores).map(services_on).collect() }
     }
 
     /// Returns the number of cores of the server.
@@ -127,7 +127,7 @@ impl CoreAllocation {
 
     /// Applies a load hint for `service`, and returns the changes. `other_waits`: requests of the other service wait at
     /// the NIC. `load` returns the number of requests of a service at a core.
-    pub fn apply_hint(
+    pub fn apply_load_hint(
         &mut self,
         service: u8,
         hint: LoadHint,
@@ -135,36 +135,38 @@ impl CoreAllocation {
         load: impl Fn(u8, u16) -> u32,
     ) -> Vec<AssignmentChange> {
         match self.mode {
-            CoreAssignment::CompleteShare => Vec::new(),
+            CoreAssignmentMode::CompleteShare => Vec::new(),
             // Service 1 takes no core while requests of service 0 wait.
-            CoreAssignment::Dedicated if hint == LoadHint::ScaleUp && service == 1 && other_waits => Vec::new(),
-            CoreAssignment::Dedicated => {
+            CoreAssignmentMode::Dedicated if hint == LoadHint::ScaleUp && service == 1 && other_waits => Vec::new(),
+            CoreAssignmentMode::Dedicated => {
                 let (from, to) =
                     if hint == LoadHint::ScaleUp { (1 - service, service) } else { (service, 1 - service) };
-                let kept = self.reserved.0[usize::from(from)];
-                self.reassign_one_core(only_service(from), only_service(to), kept, |core| load(0, core) + load(1, core))
+                let reserved_count = self.reserved_cores.0[usize::from(from)];
+                self.reassign_one_core(state_with_only(from), state_with_only(to), reserved_count, |core| {
+                    load(0, core) + load(1, core)
+                })
             }
-            CoreAssignment::Hybrid => self.fit_own_cores(load),
+            CoreAssignmentMode::Hybrid => self.adjust_own_cores(load),
         }
     }
 
     /// Adjusts the own cores of service 0 to its constant load, so that only bursts reach shared cores. The number is
     /// right when as many own cores are idle as shared cores serve requests of service 0.
-    fn fit_own_cores(&mut self, load: impl Fn(u8, u16) -> u32) -> Vec<AssignmentChange> {
-        let idle = self.cores(only_service(0)).filter(|core| load(0, *core) == 0).count();
-        let overflowed = self.cores(BOTH).filter(|core| load(0, *core) > 0).count();
-        let [kept, other_kept] = self.reserved.0;
-        if overflowed > idle {
+    fn adjust_own_cores(&mut self, load: impl Fn(u8, u16) -> u32) -> Vec<AssignmentChange> {
+        let idle_own_count = self.cores_in_state(state_with_only(0)).filter(|core| load(0, *core) == 0).count();
+        let overflow_core_count = self.cores_in_state(BOTH_SERVICES).filter(|core| load(0, *core) > 0).count();
+        let [kept, other_kept] = self.reserved_cores.0;
+        if overflow_core_count > idle_own_count {
             // Service 1 always keeps a core.
-            self.reassign_one_core(BOTH, only_service(0), (other_kept == 0).into(), |core| load(1, core))
-        } else if idle > overflowed {
-            self.reassign_one_core(only_service(0), BOTH, kept, |core| load(0, core))
+            self.reassign_one_core(BOTH_SERVICES, state_with_only(0), (other_kept == 0).into(), |core| load(1, core))
+        } else if idle_own_count > overflow_core_count {
+            self.reassign_one_core(state_with_only(0), BOTH_SERVICES, kept, |core| load(0, core))
         } else {
             Vec::new()
         }
     }
 
-    fn cores(&self, services: [bool; 2]) -> impl Iterator<Item = u16> + '_ {
+    fn cores_in_state(&self, services: [bool; 2]) -> impl Iterator<Item = u16> + '_ {
         (0..).zip(&self.services_by_core).filter(move |(_, runs)| **runs == services).map(|(core, _)| core)
     }
 
@@ -176,16 +178,20 @@ impl CoreAllocation {
         kept: u16,
         load: impl Fn(u16) -> u32,
     ) -> Vec<AssignmentChange> {
-        if self.cores(from).count() <= usize::from(kept) {
+        if self.cores_in_state(from).count() <= usize::from(kept) {
             return Vec::new();
         }
-        let Some(core) = self.cores(from).min_by_key(|core| load(*core)) else { return Vec::new() };
+        let Some(core) = self.cores_in_state(from).min_by_key(|core| load(*core)) else { return Vec::new() };
         self.services_by_core[usize::from(core)] = to;
-        let change = |service: u8| {
-            let runs = to[usize::from(service)];
-            (runs != from[usize::from(service)]).then_some(AssignmentChange { service, core, is_running: runs })
+        let change_of = |service: u8| {
+            let runs_after = to[usize::from(service)];
+            (runs_after != from[usize::from(service)]).then_some(AssignmentChange {
+                service,
+                core,
+                is_running: runs_after,
+            })
         };
-        [0, 1].into_iter().filter_map(change).collect()
+        [0, 1].into_iter().filter_map(change_of).collect()
     }
 }
 
@@ -194,25 +200,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn dedicated_cores_change_hands() {
-        let mut allocation = CoreAllocation::new(CoreAssignment::Dedicated, 4, ReservedCores([1, 1]));
+    fn dedicated_core_moves_to_the_service_that_needs_more() {
+        let mut allocation = CoreAllocator::new(CoreAssignmentMode::Dedicated, 4, ReservedCores([1, 1]));
         let load = |service: u8, core: u16| if service == 0 { u32::from(10 - core) } else { 0 };
-        let changes = allocation.apply_hint(0, LoadHint::ScaleUp, false, load);
+        let changes = allocation.apply_load_hint(0, LoadHint::ScaleUp, false, load);
         let expected = [
             AssignmentChange { service: 0, core: 3, is_running: true },
             AssignmentChange { service: 1, core: 3, is_running: false },
         ];
         assert_eq!(changes, expected, "the least loaded of the other's");
-        assert_eq!(allocation.apply_hint(0, LoadHint::ScaleUp, false, load), [], "the last one is reserved");
-        assert_eq!(allocation.apply_hint(1, LoadHint::ScaleUp, true, load), [], "service 0 needs what it has");
-        assert_eq!(allocation.apply_hint(0, LoadHint::ScaleDown, false, load).len(), 2);
+        assert_eq!(allocation.apply_load_hint(0, LoadHint::ScaleUp, false, load), [], "the last one is reserved");
+        assert_eq!(allocation.apply_load_hint(1, LoadHint::ScaleUp, true, load), [], "service 0 needs what it has");
+        assert_eq!(allocation.apply_load_hint(0, LoadHint::ScaleDown, false, load).len(), 2);
         assert!(allocation.is_running(1, 3) && allocation.is_running(1, 2) && !allocation.is_running(1, 0));
     }
 
     #[test]
     fn own_cores_follow_the_constant_load() {
-        let mut allocation = CoreAllocation::new(CoreAssignment::Hybrid, 6, ReservedCores([1, 1]));
-        let own_cores = |allocation: &CoreAllocation| allocation.cores(only_service(0)).count();
+        let mut allocation = CoreAllocator::new(CoreAssignmentMode::Hybrid, 6, ReservedCores([1, 1]));
+        let own_core_count = |allocation: &CoreAllocator| allocation.cores_in_state(state_with_only(0)).count();
         assert!(
             !allocation.is_running(1, 0)
                 && allocation.is_running(0, 1)
@@ -221,44 +227,48 @@ mod tests {
         );
         // Service 0 has requests at up to three cores, the first ones; service 1 at all its own cores, most at the
         // first.
-        let load = |busy: u16| {
+        let load_on_first_cores = |busy: u16| {
             move |service: u8, core: u16| if service == 0 { (core < busy).into() } else { u32::from(10 - core) }
         };
-        let taken = [AssignmentChange { service: 1, core: 4, is_running: false }];
-        assert_eq!(allocation.apply_hint(0, LoadHint::ScaleUp, true, load(3)), taken, "least load of service 1");
+        let core_taken = [AssignmentChange { service: 1, core: 4, is_running: false }];
         assert_eq!(
-            allocation.apply_hint(0, LoadHint::ScaleDown, true, load(3)),
-            [AssignmentChange { core: 3, ..taken[0] }]
+            allocation.apply_load_hint(0, LoadHint::ScaleUp, true, load_on_first_cores(3)),
+            core_taken,
+            "least load of service 1"
         );
         assert_eq!(
-            allocation.apply_hint(0, LoadHint::ScaleDown, true, load(3)),
+            allocation.apply_load_hint(0, LoadHint::ScaleDown, true, load_on_first_cores(3)),
+            [AssignmentChange { core: 3, ..core_taken[0] }]
+        );
+        assert_eq!(
+            allocation.apply_load_hint(0, LoadHint::ScaleDown, true, load_on_first_cores(3)),
             [],
             "cores 1 and 2 serve it, 3 and 4 idle"
         );
-        let given = [AssignmentChange { service: 1, core: 3, is_running: true }];
-        assert_eq!(allocation.apply_hint(0, LoadHint::ScaleDown, false, load(1)), given);
-        (0..9).for_each(|_| drop(allocation.apply_hint(0, LoadHint::ScaleDown, false, load(0))));
-        assert_eq!(own_cores(&allocation), 1, "reserved");
-        (0..9).for_each(|_| drop(allocation.apply_hint(0, LoadHint::ScaleUp, false, load(6))));
-        assert_eq!(own_cores(&allocation), 5, "service 1 has its reserved one");
-        let mut allocation = CoreAllocation::new(CoreAssignment::Hybrid, 6, ReservedCores([1, 0]));
-        (0..9).for_each(|_| drop(allocation.apply_hint(0, LoadHint::ScaleUp, false, load(6))));
-        assert_eq!(own_cores(&allocation), 5, "service 1 has a shared one");
+        let core_returned = [AssignmentChange { service: 1, core: 3, is_running: true }];
+        assert_eq!(allocation.apply_load_hint(0, LoadHint::ScaleDown, false, load_on_first_cores(1)), core_returned);
+        (0..9).for_each(|_| drop(allocation.apply_load_hint(0, LoadHint::ScaleDown, false, load_on_first_cores(0))));
+        assert_eq!(own_core_count(&allocation), 1, "reserved");
+        (0..9).for_each(|_| drop(allocation.apply_load_hint(0, LoadHint::ScaleUp, false, load_on_first_cores(6))));
+        assert_eq!(own_core_count(&allocation), 5, "service 1 has its reserved one");
+        let mut allocation = CoreAllocator::new(CoreAssignmentMode::Hybrid, 6, ReservedCores([1, 0]));
+        (0..9).for_each(|_| drop(allocation.apply_load_hint(0, LoadHint::ScaleUp, false, load_on_first_cores(6))));
+        assert_eq!(own_core_count(&allocation), 5, "service 1 has a shared one");
     }
 
     #[test]
     fn shared_cores_do_not_change() {
-        let mut allocation = CoreAllocation::new(CoreAssignment::CompleteShare, 2, ReservedCores([1, 1]));
+        let mut allocation = CoreAllocator::new(CoreAssignmentMode::CompleteShare, 2, ReservedCores([1, 1]));
         assert!(allocation.is_running(0, 1) && allocation.is_running(1, 0));
-        assert_eq!(allocation.apply_hint(0, LoadHint::ScaleUp, false, |_, _| 0), []);
+        assert_eq!(allocation.apply_load_hint(0, LoadHint::ScaleUp, false, |_, _| 0), []);
     }
 
     #[test]
-    fn names_round_trip() {
-        for (name, _) in NAMES {
-            assert_eq!(name.parse::<CoreAssignment>().unwrap().to_string(), name);
+    fn assignment_names_round_trip() {
+        for (name, _) in ASSIGNMENT_NAMES {
+            assert_eq!(name.parse::<CoreAssignmentMode>().unwrap().to_string(), name);
         }
-        let error = "shared".parse::<CoreAssignment>().unwrap_err().to_string();
+        let error = "shared".parse::<CoreAssignmentMode>().unwrap_err().to_string();
         assert_eq!(error, "assignment \"shared\": expected share, dedicated or hybrid");
         for text in ["2", "2:0", "0"] {
             assert_eq!(text.parse::<ReservedCores>().unwrap().to_string(), text);

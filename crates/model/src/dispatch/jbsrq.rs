@@ -2,7 +2,7 @@
 
 use std::num::NonZeroU16;
 
-use super::feo::{FeoConfig, FeoConfigError, FirstEligibleOut};
+use super::feo::{FirstEligibleOut, FirstEligibleOutConfig, FirstEligibleOutConfigError};
 use super::ranks::{FeedbackError, Lambda, RankArrays, RankRule, RankedService};
 use super::{DispatchHeader, Dispatcher, ReleasedRequest};
 
@@ -13,7 +13,7 @@ use super::{DispatchHeader, Dispatcher, ReleasedRequest};
 #[derive(Debug, Clone)]
 pub struct JoinBoundedShortestRankedQueue<T = ()> {
     ranks: RankArrays,
-    queue: FirstEligibleOut<T>,
+    scheduler: FirstEligibleOut<T>,
     /// Maximum number of waiting requests of each service since the last call of `take_waiting_peak`.
     waiting_peaks: Vec<u64>,
 }
@@ -22,7 +22,7 @@ pub struct JoinBoundedShortestRankedQueue<T = ()> {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SubmitEffects<T> {
     /// Request that was dropped because the buffer is full, with its service; it may be the submitted request.
-    pub dropped: Option<(u8, T)>,
+    pub dropped_request: Option<(u8, T)>,
     /// Request that goes to a core now: the submitted request, unless earlier requests or rate limits delay it.
     pub sent: Option<(ReleasedRequest, T)>,
 }
@@ -31,20 +31,20 @@ impl JoinBoundedShortestRankedQueue {
     /// Returns a dispatcher of `services` services in strict priority, each enabled on all cores. Panics without
     /// services, with more than [`MAX_SERVICES`](super::MAX_SERVICES), or without cores.
     pub fn new(cores: u16, services: u8, lambda: Lambda, depth: NonZeroU16) -> Self {
-        let ranked: Vec<_> = (0..services).map(|priority| RankedService { priority, lambda }).collect();
-        let ranks = RankArrays::new(cores, &ranked, RankRule::Ranked, depth);
-        Self::with_ranks(ranks, &FeoConfig::strict_priority(0..services)).expect("1 to 64 services")
+        let ranked_services: Vec<_> = (0..services).map(|priority| RankedService { priority, lambda }).collect();
+        let ranks = RankArrays::new(cores, &ranked_services, RankRule::Ranked, depth);
+        Self::with_ranks(ranks, &FirstEligibleOutConfig::strict_priority(0..services)).expect("1 to 64 services")
     }
 }
 
 impl<T> JoinBoundedShortestRankedQueue<T> {
     /// Returns a dispatcher with empty queues before the cores of `ranks`. Fails when `config` is out of range, or has
     /// other services than `ranks`.
-    pub fn with_ranks(ranks: RankArrays, config: &FeoConfig) -> Result<Self, FeoConfigError> {
+    pub fn with_ranks(ranks: RankArrays, config: &FirstEligibleOutConfig) -> Result<Self, FirstEligibleOutConfigError> {
         if config.queues.len() != ranks.service_count() {
-            return Err(FeoConfigError::ServiceCount(config.queues.len()));
+            return Err(FirstEligibleOutConfigError::InvalidServiceCount(config.queues.len()));
         }
-        Ok(Self { queue: FirstEligibleOut::new(config)?, waiting_peaks: vec![0; ranks.service_count()], ranks })
+        Ok(Self { scheduler: FirstEligibleOut::new(config)?, waiting_peaks: vec![0; ranks.service_count()], ranks })
     }
 
     /// Enables or disables `service` on `core`: see [`RankArrays::set_enabled`].
@@ -58,41 +58,41 @@ impl<T> JoinBoundedShortestRankedQueue<T> {
     }
 
     /// Returns the scheduler with the requests that wait at the NIC.
-    pub fn queue(&self) -> &FirstEligibleOut<T> {
-        &self.queue
+    pub fn scheduler(&self) -> &FirstEligibleOut<T> {
+        &self.scheduler
     }
 
     /// Returns the number of requests of `service` that wait at the NIC.
     pub fn waiting_count(&self, service: u8) -> u64 {
-        self.queue.waiting_count(service) as u64
+        self.scheduler.waiting_count(service) as u64
     }
 
     /// Returns the maximum number of waiting requests of `service` since the last call.
     pub fn take_waiting_peak(&mut self, service: u8) -> u64 {
-        let waiting = self.waiting_count(service);
-        std::mem::replace(&mut self.waiting_peaks[usize::from(service)], waiting)
+        let waiting_count = self.waiting_count(service);
+        std::mem::replace(&mut self.waiting_peaks[usize::from(service)], waiting_count)
     }
 
     /// Queues a request that arrived at `now`, then sends the next request if a core takes it. `now` must not decrease.
     #[inline]
     pub fn submit(&mut self, now: u64, service: u8, request: T) -> SubmitEffects<T> {
-        if self.queue.is_transparent()
+        if self.scheduler.can_bypass_queue()
             && let Some(core) = self.ranks.assign_request(service)
         {
-            return SubmitEffects { dropped: None, sent: Some((ReleasedRequest { service, core }, request)) };
+            return SubmitEffects { dropped_request: None, sent: Some((ReleasedRequest { service, core }, request)) };
         }
-        let dropped = self.queue.push(now, service, request);
+        let dropped = self.scheduler.push(now, service, request);
         let sent = self.next(now);
         let peak = &mut self.waiting_peaks[usize::from(service)];
-        *peak = (*peak).max(self.queue.waiting_count(service) as u64);
-        SubmitEffects { dropped, sent }
+        *peak = (*peak).max(self.scheduler.waiting_count(service) as u64);
+        SubmitEffects { dropped_request: dropped, sent }
     }
 
     /// Returns the next request that goes to a core. Must be called until it returns `None`: after feedback, after a
     /// service was enabled, and when a rate limit ends.
     #[inline]
     pub fn next(&mut self, now: u64) -> Option<(ReleasedRequest, T)> {
-        let (service, request) = self.queue.pop(now, self.ranks.eligible_services())?;
+        let (service, request) = self.scheduler.pop(now, self.ranks.eligible_service_mask())?;
         let core = self.ranks.assign_request(service)?;
         Some((ReleasedRequest { service, core }, request))
     }
@@ -136,33 +136,33 @@ mod tests {
     }
 
     /// Sends a request of `service` to core `core` of two, by disabling the other core for a moment.
-    fn submit_to(jbsrq: &mut JoinBoundedShortestRankedQueue, service: u8, core: u16) {
+    fn submit_to_core(jbsrq: &mut JoinBoundedShortestRankedQueue, service: u8, core: u16) {
         (0..2).for_each(|other| jbsrq.set_enabled(service, other, other == core));
         assert_eq!(jbsrq.place(0, &header(service, 1)), Some(core));
         (0..2).for_each(|other| jbsrq.set_enabled(service, other, true));
     }
 
     #[test]
-    fn low_priority_hardly_counts_for_high_priority() {
+    fn low_priority_requests_hardly_count_for_high_priority() {
         // RingLeader, Fig. 5 (c): core 0 has three requests of low priority, core 1 one of high priority.
         let mut jbsrq = dispatcher(2, 4);
-        (0..3).for_each(|_| submit_to(&mut jbsrq, 1, 0));
-        submit_to(&mut jbsrq, 0, 1);
+        (0..3).for_each(|_| submit_to_core(&mut jbsrq, 1, 0));
+        submit_to_core(&mut jbsrq, 0, 1);
         assert_eq!(jbsrq.place(0, &header(0, 1)), Some(0));
     }
 
     #[test]
-    fn idle_core_is_preferred_to_one_with_low_priority() {
+    fn idle_core_is_preferred_to_a_core_with_low_priority_requests() {
         let mut jbsrq = dispatcher(2, 4);
-        submit_to(&mut jbsrq, 1, 0);
+        submit_to_core(&mut jbsrq, 1, 0);
         assert_eq!(jbsrq.place(0, &header(0, 1)), Some(1));
     }
 
     #[test]
-    fn high_priority_counts_in_full_for_low_priority() {
+    fn high_priority_requests_count_in_full_for_low_priority() {
         let mut jbsrq = dispatcher(2, 4);
-        submit_to(&mut jbsrq, 1, 0);
-        (0..2).for_each(|_| submit_to(&mut jbsrq, 0, 1));
+        submit_to_core(&mut jbsrq, 1, 0);
+        (0..2).for_each(|_| submit_to_core(&mut jbsrq, 0, 1));
         assert_eq!(jbsrq.place(0, &header(1, 1)), Some(0));
     }
 
@@ -189,35 +189,39 @@ mod tests {
         const PRIORITY_3: u8 = 0;
         const SERVICE_1: u8 = 1;
         const SERVICE_2: u8 = 2;
-        let arrays = |jbsrq: &JoinBoundedShortestRankedQueue, core| {
+        let ranks_of_core = |jbsrq: &JoinBoundedShortestRankedQueue, core| {
             [SERVICE_2, SERVICE_1, PRIORITY_3].map(|service| jbsrq.ranks().rank(service, core))
         };
         let depth = NonZeroU16::new(3).unwrap();
         let mut jbsrq = JoinBoundedShortestRankedQueue::new(2, 3, Lambda::PUBLISHED, depth);
         for (service, core) in [(SERVICE_2, 0), (SERVICE_2, 0), (SERVICE_1, 1), (SERVICE_2, 1), (SERVICE_2, 1)] {
-            submit_to(&mut jbsrq, service, core);
+            submit_to_core(&mut jbsrq, service, core);
         }
-        assert_eq!((arrays(&jbsrq, 0), arrays(&jbsrq, 1)), ([2000, 400, 400], [3000, 1400, 600]), "before");
-        assert_eq!(jbsrq.ranks().eligible_services(), 0b111);
+        assert_eq!(
+            (ranks_of_core(&jbsrq, 0), ranks_of_core(&jbsrq, 1)),
+            ([2000, 400, 400], [3000, 1400, 600]),
+            "before"
+        );
+        assert_eq!(jbsrq.ranks().eligible_service_mask(), 0b111);
 
-        let sent_f = jbsrq.submit(0, SERVICE_1, ()).sent;
-        assert_eq!(sent_f, Some((ReleasedRequest { service: SERVICE_1, core: 0 }, ())), "steps 1 to 5");
-        assert_eq!(arrays(&jbsrq, 0), [3000, 1400, 600], "step 6");
-        assert_eq!(jbsrq.ranks().eligible_services() >> SERVICE_2 & 1, 0, "steps 7 and 8");
+        let sent_request_f = jbsrq.submit(0, SERVICE_1, ()).sent;
+        assert_eq!(sent_request_f, Some((ReleasedRequest { service: SERVICE_1, core: 0 }, ())), "steps 1 to 5");
+        assert_eq!(ranks_of_core(&jbsrq, 0), [3000, 1400, 600], "step 6");
+        assert_eq!(jbsrq.ranks().eligible_service_mask() >> SERVICE_2 & 1, 0, "steps 7 and 8");
         assert_eq!(jbsrq.submit(0, SERVICE_2, ()).sent, None, "held at the NIC");
 
         jbsrq.record_feedback(SERVICE_1, 0, 1).unwrap();
-        assert_eq!(arrays(&jbsrq, 0), [2000, 400, 400], "step 9, F");
+        assert_eq!(ranks_of_core(&jbsrq, 0), [2000, 400, 400], "step 9, F");
         jbsrq.record_feedback(SERVICE_2, 0, 1).unwrap();
-        assert_eq!(arrays(&jbsrq, 0), [1000, 200, 200], "step 9, A");
+        assert_eq!(ranks_of_core(&jbsrq, 0), [1000, 200, 200], "step 9, A");
         assert_eq!(jbsrq.next(0), Some((ReleasedRequest { service: SERVICE_2, core: 0 }, ())));
         assert_eq!(jbsrq.next(0), None);
     }
 
     #[test]
-    fn pifo_holds_a_request_behind_a_blocked_head() {
+    fn pifo_holds_a_request_behind_an_ineligible_head() {
         for (selection, core) in [(Selection::FirstEligible, Some(1)), (Selection::Pifo, None)] {
-            let config = FeoConfig { selection, ..FeoConfig::strict_priority(0..2) };
+            let config = FirstEligibleOutConfig { selection, ..FirstEligibleOutConfig::strict_priority(0..2) };
             let mut jbsrq = JoinBoundedShortestRankedQueue::with_ranks(dispatcher(2, 1).ranks, &config).unwrap();
             jbsrq.set_enabled(0, 1, false);
             assert!(jbsrq.submit(0, 0, 'a').sent.is_some() && jbsrq.submit(0, 0, 'b').sent.is_none());
@@ -228,11 +232,11 @@ mod tests {
 
     #[test]
     fn rate_limit_applies_to_idle_cores() {
-        let mut config = FeoConfig::strict_priority(0..2);
+        let mut config = FirstEligibleOutConfig::strict_priority(0..2);
         config.queues[0].member.limit = Some(RateLimit { interval: 10, burst: 1 });
         let mut jbsrq = JoinBoundedShortestRankedQueue::with_ranks(dispatcher(2, 4).ranks, &config).unwrap();
         assert!(jbsrq.submit(0, 0, 'a').sent.is_some() && jbsrq.submit(1, 0, 'b').sent.is_none());
-        assert_eq!((jbsrq.next(9), jbsrq.queue().next_token_time()), (None, Some(10)));
+        assert_eq!((jbsrq.next(9), jbsrq.scheduler().next_token_time()), (None, Some(10)));
         assert_eq!(jbsrq.next(10), Some((ReleasedRequest { service: 0, core: 1 }, 'b')));
     }
 
@@ -244,36 +248,38 @@ mod tests {
             pifo in any::<bool>(),
             steps in prop::collection::vec((0u8..4, 0u8..3, 0u16..2), 0..200),
         ) {
-            let mut config = FeoConfig::strict_priority(0..3);
+            let mut config = FirstEligibleOutConfig::strict_priority(0..3);
             config.capacity = 4;
             config.groups[0].ranking = if deadline { Ranking::EarliestDeadline } else { Ranking::StrictPriority };
             config.selection = if pifo { Selection::Pifo } else { Selection::FirstEligible };
             let ranks = JoinBoundedShortestRankedQueue::new(2, 3, Lambda::PUBLISHED, 2.try_into().unwrap()).ranks;
-            let mut direct = JoinBoundedShortestRankedQueue::with_ranks(ranks.clone(), &config).unwrap();
+            let mut with_shortcut = JoinBoundedShortestRankedQueue::with_ranks(ranks.clone(), &config).unwrap();
             config.groups[0].member.limit = Some(RateLimit { interval: 0, burst: 1 });
-            let mut queued = JoinBoundedShortestRankedQueue::with_ranks(ranks, &config).unwrap();
+            let mut without_shortcut = JoinBoundedShortestRankedQueue::with_ranks(ranks, &config).unwrap();
             for (now, (step, service, core)) in (0u64..).zip(steps) {
                 match step {
-                    0 | 1 => prop_assert_eq!(direct.submit(now, service, now), queued.submit(now, service, now)),
+                    0 | 1 => prop_assert_eq!(with_shortcut.submit(now, service, now),
+                        without_shortcut.submit(now, service, now)),
                     2 => {
-                        let expected = direct.record_feedback(service, core, 1);
-                        prop_assert_eq!(expected, queued.record_feedback(service, core, 1));
+                        let expected = with_shortcut.record_feedback(service, core, 1);
+                        prop_assert_eq!(expected, without_shortcut.record_feedback(service, core, 1));
                     }
                     _ => {
-                        let enabled = !direct.ranks().is_enabled(service, core);
-                        direct.set_enabled(service, core, enabled);
-                        queued.set_enabled(service, core, enabled);
+                        let is_enabled = !with_shortcut.ranks().is_enabled(service, core);
+                        with_shortcut.set_enabled(service, core, is_enabled);
+                        without_shortcut.set_enabled(service, core, is_enabled);
                     }
                 }
                 loop {
-                    let next = direct.next(now);
-                    prop_assert_eq!(&next, &queued.next(now));
+                    let next = with_shortcut.next(now);
+                    prop_assert_eq!(&next, &without_shortcut.next(now));
                     if next.is_none() {
                         break;
                     }
                 }
                 for service in 0..3 {
-                    prop_assert_eq!(direct.take_waiting_peak(service), queued.take_waiting_peak(service));
+                    prop_assert_eq!(with_shortcut.take_waiting_peak(service),
+                        without_shortcut.take_waiting_peak(service));
                 }
             }
         }

@@ -1,32 +1,32 @@
 //! `jlq`: the core with the least expected outstanding work.
 
-use super::{DispatchHeader, Dispatcher, LeastTree};
+use super::{DispatchHeader, Dispatcher, TournamentTree};
 
 /// Join the lightest queue (Turbo, HPCA'23, Sect. IV-B2): a queue's length is the sum of expected service times.
 #[derive(Debug, Clone)]
 pub struct JoinLightestQueue {
-    outstanding_work: LeastTree<u64>,
+    outstanding_work_by_core: TournamentTree<u64>,
 }
 
 impl JoinLightestQueue {
     /// Returns a dispatcher for `cores` idle cores.
     pub fn new(cores: u16) -> Self {
-        Self { outstanding_work: LeastTree::new(cores, 0) }
+        Self { outstanding_work_by_core: TournamentTree::new(cores, 0) }
     }
 }
 
 impl Dispatcher for JoinLightestQueue {
     #[inline]
     fn place(&mut self, _now: u64, header: &DispatchHeader) -> Option<u16> {
-        let (core, under_way) = self.outstanding_work.least();
-        self.outstanding_work.set(core, under_way + header.expected_service_time);
+        let (core, under_way) = self.outstanding_work_by_core.least();
+        self.outstanding_work_by_core.set(core, under_way + header.expected_service_time);
         Some(core)
     }
 
     #[inline]
     fn record_completion(&mut self, core: u16, header: &DispatchHeader) {
-        let under_way = self.outstanding_work.get(core);
-        self.outstanding_work.set(core, under_way - header.expected_service_time);
+        let outstanding_work = self.outstanding_work_by_core.get(core);
+        self.outstanding_work_by_core.set(core, outstanding_work - header.expected_service_time);
     }
 }
 
@@ -38,8 +38,9 @@ mod tests {
     #[test]
     fn lightest_queue_gets_the_request() {
         let mut jlq = JoinLightestQueue::new(2);
-        let placed: Vec<_> = [5, 1, 1, 1, 1, 1, 1].map(|expected| jlq.place(0, &header(0, expected)).unwrap()).to_vec();
-        assert_eq!(placed, [0, 1, 1, 1, 1, 1, 0]);
+        let placed_cores: Vec<_> =
+            [5, 1, 1, 1, 1, 1, 1].map(|expected| jlq.place(0, &header(0, expected)).unwrap()).to_vec();
+        assert_eq!(placed_cores, [0, 1, 1, 1, 1, 1, 0]);
         jlq.record_completion(0, &header(0, 5));
         assert_eq!(jlq.place(0, &header(0, 1)), Some(0));
     }

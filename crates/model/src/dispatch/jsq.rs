@@ -1,35 +1,35 @@
 //! `jsq`, `jbsq:n` and `cfcfs`: the core with the fewest outstanding requests.
 
-use super::{DispatchHeader, Dispatcher, LeastTree, ReleasedRequest};
+use super::{DispatchHeader, Dispatcher, ReleasedRequest, TournamentTree};
 
 /// Join the shortest queue (Turbo, HPCA'23, Sect. IV-B1), with a bound: no core has more than `bound` outstanding
 /// requests, the others wait in one queue at the NIC (R2P2's JBSQ(n), ATC'19; RingLeader, NSDI'23, Sect. 4.2). JBSQ(1)
 /// is one central queue: a request leaves it when a core is free.
 #[derive(Debug, Clone)]
 pub struct JoinShortestQueue {
-    outstanding: LeastTree<u32>,
-    bound: u32,
+    outstanding_by_core: TournamentTree<u32>,
+    max_outstanding: u32,
     waiting_count: u64,
 }
 
 impl JoinShortestQueue {
     /// Returns a dispatcher that sends every request to a core at once, without a bound.
     pub fn unbounded(cores: u16) -> Self {
-        Self { outstanding: LeastTree::new(cores, 0), bound: u32::MAX, waiting_count: 0 }
+        Self { outstanding_by_core: TournamentTree::new(cores, 0), max_outstanding: u32::MAX, waiting_count: 0 }
     }
 
     /// Returns a dispatcher that allows at most `bound` outstanding requests at each core.
     pub fn bounded(cores: u16, bound: std::num::NonZeroU16) -> Self {
-        Self { bound: u32::from(bound.get()), ..Self::unbounded(cores) }
+        Self { max_outstanding: u32::from(bound.get()), ..Self::unbounded(cores) }
     }
 
     #[inline]
-    fn take_shortest(&mut self) -> Option<u16> {
-        let (core, under_way) = self.outstanding.least();
-        if under_way >= self.bound {
+    fn take_shortest_queue(&mut self) -> Option<u16> {
+        let (core, under_way) = self.outstanding_by_core.least();
+        if under_way >= self.max_outstanding {
             return None;
         }
-        self.outstanding.set(core, under_way + 1);
+        self.outstanding_by_core.set(core, under_way + 1);
         Some(core)
     }
 }
@@ -37,15 +37,15 @@ impl JoinShortestQueue {
 impl Dispatcher for JoinShortestQueue {
     #[inline]
     fn place(&mut self, _now: u64, _header: &DispatchHeader) -> Option<u16> {
-        let core = self.take_shortest();
+        let core = self.take_shortest_queue();
         self.waiting_count += u64::from(core.is_none());
         core
     }
 
     #[inline]
     fn record_completion(&mut self, core: u16, _header: &DispatchHeader) {
-        let under_way = self.outstanding.get(core);
-        self.outstanding.set(core, under_way - 1);
+        let outstanding_count = self.outstanding_by_core.get(core);
+        self.outstanding_by_core.set(core, outstanding_count - 1);
     }
 
     #[inline]
@@ -53,7 +53,7 @@ impl Dispatcher for JoinShortestQueue {
         if self.waiting_count == 0 {
             return None;
         }
-        let core = self.take_shortest()?;
+        let core = self.take_shortest_queue()?;
         self.waiting_count -= 1;
         Some(ReleasedRequest { service: 0, core })
     }
@@ -67,8 +67,8 @@ mod tests {
     #[test]
     fn shortest_queue_gets_the_request() {
         let mut jsq = JoinShortestQueue::unbounded(3);
-        let placed: Vec<_> = (0..4).map(|_| jsq.place(0, &header(0, 1)).unwrap()).collect();
-        assert_eq!(placed, [0, 1, 2, 0]);
+        let placed_cores: Vec<_> = (0..4).map(|_| jsq.place(0, &header(0, 1)).unwrap()).collect();
+        assert_eq!(placed_cores, [0, 1, 2, 0]);
         jsq.record_completion(2, &header(0, 1));
         assert_eq!(jsq.place(0, &header(0, 1)), Some(2));
         assert_eq!(jsq.release(0), None);
@@ -77,8 +77,8 @@ mod tests {
     #[test]
     fn request_above_the_bound_waits_at_the_nic() {
         let mut jbsq = JoinShortestQueue::bounded(2, 2.try_into().unwrap());
-        let placed: Vec<_> = (0..6).map(|_| jbsq.place(0, &header(0, 1))).collect();
-        assert_eq!(placed, [Some(0), Some(1), Some(0), Some(1), None, None]);
+        let placed_cores: Vec<_> = (0..6).map(|_| jbsq.place(0, &header(0, 1))).collect();
+        assert_eq!(placed_cores, [Some(0), Some(1), Some(0), Some(1), None, None]);
         assert_eq!(jbsq.release(0), None);
         jbsq.record_completion(1, &header(0, 1));
         assert_eq!(jbsq.release(0), Some(ReleasedRequest { service: 0, core: 1 }));

@@ -3,11 +3,11 @@
 /// A tournament tree over the cores: the minimum takes constant time, a changed key log2(cores) steps. Turbo's
 /// comparator tree (HPCA'23, Sect. V-A) and RingLeader's reduction tree (NSDI'23, Sect. 5.1) have the same form.
 #[derive(Debug, Clone)]
-pub struct LeastTree<K: Key> {
+pub struct TournamentTree<K: Key> {
     /// Node i has the children 2i and 2i+1; the leaves are the last half. A node holds a key and, in lower bits, the
     /// index of its leaf: one comparison orders both, and of equal keys the lowest index wins.
     nodes: Vec<K::Node>,
-    leaves: usize,
+    leaf_count: usize,
 }
 
 /// A key of a leaf, which can be packed into a node.
@@ -45,12 +45,12 @@ macro_rules! key {
 key!(u32, u64);
 key!(u64, u128);
 
-impl<K: Key> LeastTree<K> {
+impl<K: Key> TournamentTree<K> {
     /// Returns a tree of `leaves` leaves (at least 1), each with the key `key`.
     pub fn new(leaves: u16, key: K) -> Self {
         assert!(leaves > 0, "a tournament without players");
-        let width = usize::from(leaves).next_power_of_two();
-        let mut tree = Self { nodes: vec![K::NO_LEAF; 2 * width], leaves: width };
+        let leaf_count = usize::from(leaves).next_power_of_two();
+        let mut tree = Self { nodes: vec![K::NO_LEAF; 2 * leaf_count], leaf_count };
         for index in 0..leaves {
             tree.set(index, key);
         }
@@ -60,20 +60,20 @@ impl<K: Key> LeastTree<K> {
     /// Sets the key of the leaf with index `index`.
     #[inline]
     pub fn set(&mut self, index: u16, key: K) {
-        let mut node = self.leaves + usize::from(index);
-        let mut least = key.node(index);
-        self.nodes[node] = least;
+        let mut node = self.leaf_count + usize::from(index);
+        let mut least_node = key.node(index);
+        self.nodes[node] = least_node;
         while node > 1 {
-            least = least.min(self.nodes[node ^ 1]);
+            least_node = least_node.min(self.nodes[node ^ 1]);
             node >>= 1;
-            self.nodes[node] = least;
+            self.nodes[node] = least_node;
         }
     }
 
     /// Returns the key of the leaf with index `index`.
     #[inline]
     pub fn get(&self, index: u16) -> K {
-        K::leaf_and_key(self.nodes[self.leaves + usize::from(index)]).1
+        K::leaf_and_key(self.nodes[self.leaf_count + usize::from(index)]).1
     }
 
     /// Returns the index and the key of the leaf with the least key; of equal keys, the lowest index.
@@ -91,18 +91,18 @@ mod tests {
 
     proptest! {
         #[test]
-        fn decisions_equal_a_linear_search(
+        fn least_leaf_equals_a_linear_search(
             leaves in 1u16..70,
             changes in prop::collection::vec((any::<u16>(), prop_oneof![0u64..4, any::<u64>()]), 0..200),
         ) {
-            let mut tree = LeastTree::<u64>::new(leaves, 1);
+            let mut tree = TournamentTree::<u64>::new(leaves, 1);
             let mut keys = vec![1u64; usize::from(leaves)];
             for (index, key) in changes {
                 let index = index % leaves;
                 tree.set(index, key);
                 keys[usize::from(index)] = key;
-                let least = (0..leaves).min_by_key(|i| keys[usize::from(*i)]).unwrap();
-                prop_assert_eq!(tree.least(), (least, keys[usize::from(least)]));
+                let least_leaf = (0..leaves).min_by_key(|i| keys[usize::from(*i)]).unwrap();
+                prop_assert_eq!(tree.least(), (least_leaf, keys[usize::from(least_leaf)]));
                 prop_assert_eq!(tree.get(index), key);
             }
         }

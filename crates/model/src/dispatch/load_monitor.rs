@@ -47,15 +47,15 @@ pub struct ScaleDownCondition {
     /// Interval between two checks.
     pub epoch: Epoch,
     /// Maximum number of waiting requests in a calm epoch.
-    pub threshold: u64,
+    pub max_calm_queue_length: u64,
     /// Number of consecutive calm epochs that cause a hint; 0 counts as 1.
-    pub calm_epochs: u32,
+    pub required_calm_epochs: u32,
 }
 
 /// Monitors for scaling one service up and down. Each is enabled separately and has its own epochs.
 ///
 /// A hint disarms both monitors until [`rearm`](LoadMonitor::rearm), so a service has one hint in flight at most. The
-/// hint goes to the service's least loaded core: [`RankArrays::least_loaded`](super::RankArrays::least_loaded).
+/// hint goes to the service's least loaded core: [`RankArrays::least_loaded_core`](super::RankArrays::least_loaded).
 #[derive(Debug, Clone, Default)]
 pub struct LoadMonitor {
     scale_up: Option<(ScaleUpCondition, CheckTimes)>,
@@ -69,23 +69,23 @@ pub struct LoadMonitor {
 
 #[derive(Debug, Clone, Copy)]
 struct CheckTimes {
-    previous: u64,
-    next: u64,
+    previous_check: u64,
+    next_check: u64,
 }
 
 impl CheckTimes {
     fn new(now: u64, epoch: Epoch) -> Self {
-        Self { previous: now, next: now.saturating_add(epoch.0.get()) }
+        Self { previous_check: now, next_check: now.saturating_add(epoch.0.get()) }
     }
 
     /// Returns the time of the previous check, if a check is due at `now`. Missed checks are not repeated.
     fn take_due_check(&mut self, now: u64, epoch: Epoch) -> Option<u64> {
-        if now < self.next {
+        if now < self.next_check {
             return None;
         }
-        let missed = (now - self.next) / epoch.0;
-        self.next = self.next.saturating_add((missed + 1).saturating_mul(epoch.0.get()));
-        Some(std::mem::replace(&mut self.previous, now))
+        let missed_check_count = (now - self.next_check) / epoch.0;
+        self.next_check = self.next_check.saturating_add((missed_check_count + 1).saturating_mul(epoch.0.get()));
+        Some(std::mem::replace(&mut self.previous_check, now))
     }
 }
 
@@ -110,10 +110,10 @@ impl LoadMonitor {
     }
 
     /// Returns the time of the next check of either monitor; `None` if both are disabled.
-    pub fn next_check(&self) -> Option<u64> {
-        let up = self.scale_up.map(|(_, checks)| checks.next);
-        let down = self.scale_down.map(|(_, checks)| checks.next);
-        up.into_iter().chain(down).min()
+    pub fn next_check_time(&self) -> Option<u64> {
+        let next_scale_up_check = self.scale_up.map(|(_, checks)| checks.next_check);
+        let next_scale_down_check = self.scale_down.map(|(_, checks)| checks.next_check);
+        next_scale_up_check.into_iter().chain(next_scale_down_check).min()
     }
 
     /// Performs the checks that are due at `now`, and returns the hint to send. Scaling up comes before scaling down.
@@ -143,9 +143,9 @@ impl LoadMonitor {
         if checks.take_due_check(now, condition.epoch).is_none() {
             return false;
         }
-        let is_calm = std::mem::take(&mut self.peak_queue_length) <= condition.threshold;
+        let is_calm = std::mem::take(&mut self.peak_queue_length) <= condition.max_calm_queue_length;
         self.calm_epoch_count = if is_calm { self.calm_epoch_count.saturating_add(1) } else { 0 };
-        is_calm && self.calm_epoch_count >= condition.calm_epochs
+        is_calm && self.calm_epoch_count >= condition.required_calm_epochs
     }
 
     /// Returns whether a hint was sent, and [`rearm`](Self::rearm) has not been called since.
@@ -175,7 +175,14 @@ mod tests {
     fn monitor(up: u64, down: u64, threshold: u64, calm_epochs: u32) -> LoadMonitor {
         let mut monitor = LoadMonitor::default();
         monitor.enable_scale_up(0, ScaleUpCondition { epoch: epoch(up) });
-        monitor.enable_scale_down(0, ScaleDownCondition { epoch: epoch(down), threshold, calm_epochs });
+        monitor.enable_scale_down(
+            0,
+            ScaleDownCondition {
+                epoch: epoch(down),
+                max_calm_queue_length: threshold,
+                required_calm_epochs: calm_epochs,
+            },
+        );
         monitor
     }
 
@@ -189,34 +196,38 @@ mod tests {
         assert!(monitor.rearm() && !monitor.rearm());
         assert_eq!(monitor.check(50, Some(15), 1), Some(LoadHint::ScaleUp));
         monitor.rearm();
-        let calm: Vec<_> = (6..10).map(|n| monitor.check(n * 10, None, 0)).collect();
-        assert_eq!(calm, [None, None, None, Some(LoadHint::ScaleDown)]);
+        let hints: Vec<_> = (6..10).map(|n| monitor.check(n * 10, None, 0)).collect();
+        assert_eq!(hints, [None, None, None, Some(LoadHint::ScaleDown)]);
     }
 
     #[test]
     fn monitors_have_separate_switches_and_epochs() {
         let mut monitor = LoadMonitor::default();
-        assert_eq!((monitor.next_check(), monitor.check(1000, Some(0), 9)), (None, None));
-        let condition = ScaleDownCondition { epoch: Epoch::power_of_two(6).unwrap(), threshold: 2, calm_epochs: 1 };
+        assert_eq!((monitor.next_check_time(), monitor.check(1000, Some(0), 9)), (None, None));
+        let condition = ScaleDownCondition {
+            epoch: Epoch::power_of_two(6).unwrap(),
+            max_calm_queue_length: 2,
+            required_calm_epochs: 1,
+        };
         monitor.enable_scale_down(1000, condition);
-        assert_eq!(monitor.next_check(), Some(1064));
+        assert_eq!(monitor.next_check_time(), Some(1064));
         assert_eq!(monitor.check(1063, Some(0), 3), None);
         assert_eq!(monitor.check(1064, None, 0), None, "3 waited in this epoch");
         monitor.enable_scale_up(1064, ScaleUpCondition { epoch: Epoch::power_of_two(4).unwrap() });
-        assert_eq!(monitor.next_check(), Some(1080));
+        assert_eq!(monitor.next_check_time(), Some(1080));
         monitor.disable(LoadHint::ScaleUp);
         assert_eq!(monitor.check(1128, Some(0), 2), Some(LoadHint::ScaleDown));
         monitor.rearm();
         monitor.disable(LoadHint::ScaleDown);
-        assert_eq!((monitor.next_check(), monitor.check(2000, Some(0), 0)), (None, None));
+        assert_eq!((monitor.next_check_time(), monitor.check(2000, Some(0), 0)), (None, None));
         assert_eq!((Epoch::power_of_two(0), Epoch::power_of_two(64)), (Some(epoch(1)), None));
     }
 
     #[test]
-    fn late_checks_do_not_pile_up() {
+    fn missed_checks_are_not_repeated() {
         let mut monitor = monitor(10, 1000, 0, 1);
         assert_eq!(monitor.check(55, Some(0), 1), Some(LoadHint::ScaleUp));
-        assert_eq!(monitor.next_check(), Some(60));
+        assert_eq!(monitor.next_check_time(), Some(60));
     }
 
     proptest! {

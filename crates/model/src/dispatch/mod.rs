@@ -21,21 +21,21 @@ mod stealing;
 mod weight;
 
 pub use assignment::{
-    AssignmentChange, CoreAllocation, CoreAssignment, InvalidReservedCores, ReservedCores, UnknownAssignment,
+    AssignmentChange, CoreAllocator, CoreAssignmentMode, InvalidReservedCores, ReservedCores, UnknownAssignmentMode,
 };
 pub use class_bounds::{ClassBoundedShortestQueue, ClassBounds};
 pub use feo::{
-    FeoConfig, FeoConfigError, FirstEligibleOut, GroupConfig, MAX_SERVICES, MAX_WEIGHT, QueueConfig, Ranking,
-    RateLimit, SchedulingParameters, Selection,
+    FirstEligibleOut, FirstEligibleOutConfig, FirstEligibleOutConfigError, GroupConfig, MAX_SERVICES, MAX_WEIGHT,
+    QueueConfig, Ranking, RateLimit, SchedulingParameters, Selection,
 };
 pub use jbsrq::{JoinBoundedShortestRankedQueue, SubmitEffects};
 pub use jlq::JoinLightestQueue;
 pub use jsq::JoinShortestQueue;
-pub use least::{Key, LeastTree};
+pub use least::{Key, TournamentTree};
 pub use load_monitor::{Epoch, LoadHint, LoadMonitor, ScaleDownCondition, ScaleUpCondition};
 pub use ranks::{FeedbackError, Lambda, LambdaOutOfRange, RankArrays, RankRule, RankedService};
-pub use repair::{LearnedTime, StallDetector, expired_requests};
-pub use rss::{BucketHash, assign_buckets_to_cores};
+pub use repair::{LearnedServiceTime, StallDetector, expired_request_indexes};
+pub use rss::{RssDispatcher, assign_buckets_to_cores};
 pub use spread::{RandomCore, RoundRobinCore};
 pub use stealing::{LongestQueueStealing, Steal};
 pub use weight::RoundedServiceTime;
@@ -48,7 +48,7 @@ pub struct DispatchHeader {
     /// Expected service time; all requests have the same unit (Turbo's request type field, HPCA'23, Sect. V-B).
     pub expected_service_time: u64,
     /// Hash of the whole header, which differs between the requests of one connection.
-    pub hash: u32,
+    pub request_hash: u32,
     /// RSS hash, which is the same for all requests of a connection.
     pub flow_hash: u32,
 }
@@ -82,6 +82,6 @@ mod tests {
 
     /// Returns the header of a request of service `service` with this expected service time.
     pub(super) fn header(service: u8, expected_service_time: u64) -> DispatchHeader {
-        DispatchHeader { service, expected_service_time, hash: 0, flow_hash: 0 }
+        DispatchHeader { service, expected_service_time, request_hash: 0, flow_hash: 0 }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::num::NonZeroU16;
 
-use super::LeastTree;
+use super::TournamentTree;
 use super::feo::MAX_SERVICES;
 
 /// Factor by which a request of lower priority counts in the rank of a service: the cost of preempting it. From 0 to 1,
@@ -79,55 +79,59 @@ pub struct FeedbackError {
 /// core of least rank; of equal cores, to the one with the lowest index.
 #[derive(Debug, Clone)]
 pub struct RankArrays {
-    bound: u32,
+    rank_limit: u32,
     /// Bit mask of the services whose next request at least one core would take.
-    eligible_services: u64,
+    eligible_service_mask: u64,
     services: Vec<ServiceRanks>,
 }
 
 #[derive(Debug, Clone)]
 struct ServiceRanks {
     /// Weight of one request of each service in this service's ranks, in thousandths.
-    weights: Vec<u32>,
+    weight_by_service: Vec<u32>,
     /// Rank of each core for this service, in thousandths.
-    ranks: Vec<u32>,
+    rank_by_core: Vec<u32>,
     /// Whether this service is enabled on each core.
-    enabled: Vec<bool>,
+    enabled_by_core: Vec<bool>,
     /// Number of this service's requests that were sent to each core and not answered.
-    outstanding: Vec<u32>,
-    /// Ranks of the cores that would take a request of this service; [`FULL`] for the other cores.
-    eligible_ranks: LeastTree<u32>,
+    outstanding_by_core: Vec<u32>,
+    /// Ranks of the cores that would take a request of this service; [`NOT_ELIGIBLE`] for the other cores.
+    eligible_rank_by_core: TournamentTree<u32>,
 }
 
-const FULL: u32 = u32::MAX;
+const NOT_ELIGIBLE: u32 = u32::MAX;
 
 impl RankArrays {
     /// Returns the ranks of `cores` idle cores (at least 1), with every service enabled on every core. `depth` is the
     /// maximum rank, in requests. Panics without cores, or with more than [`MAX_SERVICES`] services.
     pub fn new(cores: u16, services: &[RankedService], rule: RankRule, depth: NonZeroU16) -> Self {
         assert!(services.len() <= MAX_SERVICES, "{} services: expected at most {MAX_SERVICES}", services.len());
-        let per_core = usize::from(cores);
+        let core_count = usize::from(cores);
         let ranks = (0..services.len()).map(|own| ServiceRanks {
-            weights: (0..services.len()).map(|other| rule.weight(services, own, other)).collect(),
-            ranks: vec![0; per_core],
-            enabled: vec![true; per_core],
-            outstanding: vec![0; per_core],
-            eligible_ranks: LeastTree::new(cores, 0),
+            weight_by_service: (0..services.len()).map(|other| rule.request_weight(services, own, other)).collect(),
+            rank_by_core: vec![0; core_count],
+            enabled_by_core: vec![true; core_count],
+            outstanding_by_core: vec![0; core_count],
+            eligible_rank_by_core: TournamentTree::new(cores, 0),
         });
-        let eligible_services = (0..services.len()).fold(0, |mask, service| mask | 1 << service);
-        Self { bound: u32::from(depth.get()) * RANK_OF_ONE_REQUEST, eligible_services, services: ranks.collect() }
+        let eligible_service_mask = (0..services.len()).fold(0, |mask, service| mask | 1 << service);
+        Self {
+            rank_limit: u32::from(depth.get()) * RANK_OF_ONE_REQUEST,
+            eligible_service_mask,
+            services: ranks.collect(),
+        }
     }
 
     /// Enables or disables `service` on `core` (RingLeader's EnableService and DisableService). Requests that are
     /// already at the core stay there.
     pub fn set_enabled(&mut self, service: u8, core: u16, enabled: bool) {
-        self.services[usize::from(service)].enabled[usize::from(core)] = enabled;
+        self.services[usize::from(service)].enabled_by_core[usize::from(core)] = enabled;
         self.update_eligibility(service, core);
     }
 
     /// Returns whether `service` is enabled on `core`.
     pub fn is_enabled(&self, service: u8, core: u16) -> bool {
-        self.services[usize::from(service)].enabled[usize::from(core)]
+        self.services[usize::from(service)].enabled_by_core[usize::from(core)]
     }
 
     /// Returns the number of services.
@@ -137,46 +141,47 @@ impl RankArrays {
 
     /// Returns the number of cores.
     pub fn core_count(&self) -> u16 {
-        self.services.first().map_or(0, |service| service.ranks.len() as u16)
+        self.services.first().map_or(0, |service| service.rank_by_core.len() as u16)
     }
 
     /// Returns the mask of the services whose next request at least one core would take: bit s is service s.
     #[inline]
-    pub fn eligible_services(&self) -> u64 {
-        self.eligible_services
+    pub fn eligible_service_mask(&self) -> u64 {
+        self.eligible_service_mask
     }
 
     /// Returns the rank of `core` for `service`, in thousandths.
     pub fn rank(&self, service: u8, core: u16) -> u32 {
-        self.services[usize::from(service)].ranks[usize::from(core)]
+        self.services[usize::from(service)].rank_by_core[usize::from(core)]
     }
 
     /// Returns the number of outstanding requests of `service` at `core`.
-    pub fn outstanding(&self, service: u8, core: u16) -> u32 {
-        self.services[usize::from(service)].outstanding[usize::from(core)]
+    pub fn outstanding_count(&self, service: u8, core: u16) -> u32 {
+        self.services[usize::from(service)].outstanding_by_core[usize::from(core)]
     }
 
     /// Returns the number of outstanding requests of all services at `core`.
     pub fn core_request_count(&self, core: u16) -> u32 {
-        self.services.iter().map(|service| service.outstanding[usize::from(core)]).sum()
+        self.services.iter().map(|service| service.outstanding_by_core[usize::from(core)]).sum()
     }
 
     /// Returns the core of least rank on which `service` is enabled, even if it is full. It gets the load hint.
-    pub fn least_loaded(&self, service: u8) -> Option<u16> {
-        let entry = &self.services[usize::from(service)];
-        let enabled = (0..entry.enabled.len() as u16).filter(|core| entry.enabled[usize::from(*core)]);
-        enabled.min_by_key(|core| entry.ranks[usize::from(*core)])
+    pub fn least_loaded_core(&self, service: u8) -> Option<u16> {
+        let service_ranks = &self.services[usize::from(service)];
+        let enabled_cores = (0..service_ranks.enabled_by_core.len() as u16)
+            .filter(|core| service_ranks.enabled_by_core[usize::from(*core)]);
+        enabled_cores.min_by_key(|core| service_ranks.rank_by_core[usize::from(*core)])
     }
 
     /// Selects the core of least rank for a request of `service`, counts the request there, and returns the core;
     /// `None` if no core takes the request.
     #[inline]
     pub fn assign_request(&mut self, service: u8) -> Option<u16> {
-        let (core, rank) = self.services[usize::from(service)].eligible_ranks.least();
-        if rank == FULL {
+        let (core, rank) = self.services[usize::from(service)].eligible_rank_by_core.least();
+        if rank == NOT_ELIGIBLE {
             return None;
         }
-        self.services[usize::from(service)].outstanding[usize::from(core)] += 1;
+        self.services[usize::from(service)].outstanding_by_core[usize::from(core)] += 1;
         self.update_ranks(service, core, |rank, weight| rank + weight);
         Some(core)
     }
@@ -185,7 +190,7 @@ impl RankArrays {
     /// effect, when fewer requests are outstanding at the core.
     #[inline]
     pub fn record_feedback(&mut self, service: u8, core: u16, count: u32) -> Result<(), FeedbackError> {
-        let outstanding = &mut self.services[usize::from(service)].outstanding[usize::from(core)];
+        let outstanding = &mut self.services[usize::from(service)].outstanding_by_core[usize::from(core)];
         let Some(left) = outstanding.checked_sub(count) else {
             return Err(FeedbackError { service, core, count, outstanding: *outstanding });
         };
@@ -197,10 +202,11 @@ impl RankArrays {
     #[inline]
     fn update_ranks(&mut self, service: u8, core: u16, change: impl Fn(u32, u32) -> u32) {
         for own in 0..self.services.len() as u8 {
-            let entry = &mut self.services[usize::from(own)];
-            let weight = entry.weights[usize::from(service)];
+            let service_ranks = &mut self.services[usize::from(own)];
+            let weight = service_ranks.weight_by_service[usize::from(service)];
             if weight != 0 {
-                entry.ranks[usize::from(core)] = change(entry.ranks[usize::from(core)], weight);
+                service_ranks.rank_by_core[usize::from(core)] =
+                    change(service_ranks.rank_by_core[usize::from(core)], weight);
                 self.update_eligibility(own, core);
             }
         }
@@ -208,18 +214,18 @@ impl RankArrays {
 
     #[inline]
     fn update_eligibility(&mut self, service: u8, core: u16) {
-        let entry = &mut self.services[usize::from(service)];
-        let rank = entry.ranks[usize::from(core)];
-        let takes = entry.enabled[usize::from(core)] && rank < self.bound;
-        entry.eligible_ranks.set(core, if takes { rank } else { FULL });
-        let eligible = u64::from(entry.eligible_ranks.least().1 != FULL);
-        self.eligible_services = self.eligible_services & !(1 << service) | eligible << service;
+        let service_ranks = &mut self.services[usize::from(service)];
+        let rank = service_ranks.rank_by_core[usize::from(core)];
+        let is_eligible = service_ranks.enabled_by_core[usize::from(core)] && rank < self.rank_limit;
+        service_ranks.eligible_rank_by_core.set(core, if is_eligible { rank } else { NOT_ELIGIBLE });
+        let eligible_bit = u64::from(service_ranks.eligible_rank_by_core.least().1 != NOT_ELIGIBLE);
+        self.eligible_service_mask = self.eligible_service_mask & !(1 << service) | eligible_bit << service;
     }
 }
 
 impl RankRule {
     /// Returns the weight of a request of service `other` in the rank of service `own`, in thousandths.
-    fn weight(self, services: &[RankedService], own: usize, other: usize) -> u32 {
+    fn request_weight(self, services: &[RankedService], own: usize, other: usize) -> u32 {
         match self {
             Self::Ranked if services[other].priority <= services[own].priority => RANK_OF_ONE_REQUEST,
             Self::Ranked => u32::from(services[own].lambda.0),
@@ -235,14 +241,14 @@ mod tests {
 
     use super::*;
 
-    const DEPTH: NonZeroU16 = NonZeroU16::new(4).unwrap();
+    const QUEUE_DEPTH: NonZeroU16 = NonZeroU16::new(4).unwrap();
 
-    fn services(priorities: &[u8]) -> Vec<RankedService> {
+    fn services_with_priorities(priorities: &[u8]) -> Vec<RankedService> {
         priorities.iter().map(|&priority| RankedService { priority, lambda: Lambda::PUBLISHED }).collect()
     }
 
     /// Assigns `count` requests of `service` to core `core` of two.
-    fn fill(ranks: &mut RankArrays, service: u8, core: u16, count: u32) {
+    fn assign_to_core(ranks: &mut RankArrays, service: u8, core: u16, count: u32) {
         ranks.set_enabled(service, 1 - core, false);
         (0..count).for_each(|_| assert_eq!(ranks.assign_request(service), Some(core)));
         ranks.set_enabled(service, 1 - core, true);
@@ -250,48 +256,51 @@ mod tests {
 
     /// RingLeader, Fig. 5 (a): core 0 has three requests of low priority, core 1 has one of high priority.
     #[test]
-    fn global_jbsq_avoids_low_priority_that_jbsrq_overtakes() {
+    fn global_jbsq_counts_low_priority_requests_in_full_unlike_jbsrq() {
         for (rule, expected) in [(RankRule::Global, 1), (RankRule::Ranked, 0)] {
-            let mut ranks = RankArrays::new(2, &services(&[0, 1]), rule, DEPTH);
-            fill(&mut ranks, 1, 0, 3);
-            fill(&mut ranks, 0, 1, 1);
+            let mut ranks = RankArrays::new(2, &services_with_priorities(&[0, 1]), rule, QUEUE_DEPTH);
+            assign_to_core(&mut ranks, 1, 0, 3);
+            assign_to_core(&mut ranks, 0, 1, 1);
             assert_eq!(ranks.assign_request(0), Some(expected), "{rule:?}");
         }
     }
 
     /// RingLeader, Fig. 5 (b): core 0 has fewer requests of low priority but more of high priority, which go first.
     #[test]
-    fn per_service_jbsq_ignores_high_priority_that_jbsrq_counts() {
+    fn per_service_jbsq_ignores_high_priority_requests_unlike_jbsrq() {
         for (rule, expected) in [(RankRule::PerService, 0), (RankRule::Ranked, 1)] {
-            let mut ranks = RankArrays::new(2, &services(&[0, 1]), rule, DEPTH);
-            fill(&mut ranks, 1, 0, 1);
-            fill(&mut ranks, 1, 1, 2);
-            fill(&mut ranks, 0, 0, 2);
+            let mut ranks = RankArrays::new(2, &services_with_priorities(&[0, 1]), rule, QUEUE_DEPTH);
+            assign_to_core(&mut ranks, 1, 0, 1);
+            assign_to_core(&mut ranks, 1, 1, 2);
+            assign_to_core(&mut ranks, 0, 0, 2);
             assert_eq!(ranks.assign_request(1), Some(expected), "{rule:?}");
         }
     }
 
     #[test]
     fn feedback_for_requests_never_sent_is_an_error() {
-        let mut ranks = RankArrays::new(2, &services(&[0, 1]), RankRule::Ranked, DEPTH);
-        fill(&mut ranks, 1, 0, 2);
+        let mut ranks = RankArrays::new(2, &services_with_priorities(&[0, 1]), RankRule::Ranked, QUEUE_DEPTH);
+        assign_to_core(&mut ranks, 1, 0, 2);
         let error = ranks.record_feedback(1, 0, 3).unwrap_err();
         let expected = "feedback for 3 requests of service 1 at core 0: 2 are outstanding";
         assert_eq!(error.to_string(), expected);
-        assert_eq!((ranks.outstanding(1, 0), ranks.rank(1, 0)), (2, 2000), "nothing changes");
+        assert_eq!((ranks.outstanding_count(1, 0), ranks.rank(1, 0)), (2, 2000), "nothing changes");
         assert_eq!((ranks.record_feedback(0, 0, 0), ranks.record_feedback(1, 0, 2)), (Ok(()), Ok(())));
         assert_eq!(ranks.core_request_count(0), 0);
     }
 
     #[test]
     fn load_hint_goes_to_the_least_loaded_core_even_if_it_is_full() {
-        let mut ranks = RankArrays::new(2, &services(&[0, 1]), RankRule::Ranked, NonZeroU16::MIN);
-        assert_eq!((ranks.assign_request(1), ranks.least_loaded(1)), (Some(0), Some(1)));
-        assert_eq!((ranks.assign_request(1), ranks.assign_request(1), ranks.least_loaded(1)), (Some(1), None, Some(0)));
+        let mut ranks = RankArrays::new(2, &services_with_priorities(&[0, 1]), RankRule::Ranked, NonZeroU16::MIN);
+        assert_eq!((ranks.assign_request(1), ranks.least_loaded_core(1)), (Some(0), Some(1)));
+        assert_eq!(
+            (ranks.assign_request(1), ranks.assign_request(1), ranks.least_loaded_core(1)),
+            (Some(1), None, Some(0))
+        );
         ranks.set_enabled(1, 0, false);
-        assert_eq!(ranks.least_loaded(1), Some(1));
+        assert_eq!(ranks.least_loaded_core(1), Some(1));
         ranks.set_enabled(1, 1, false);
-        assert_eq!((ranks.least_loaded(1), ranks.least_loaded(0)), (None, Some(0)));
+        assert_eq!((ranks.least_loaded_core(1), ranks.least_loaded_core(0)), (None, Some(0)));
     }
 
     #[test]
@@ -304,33 +313,33 @@ mod tests {
     proptest! {
         /// Ranks are weighted sums of the outstanding requests, and the eligible core of least rank is selected.
         #[test]
-        fn ranks_agree_with_a_sum(
+        fn ranks_equal_the_weighted_sum_of_outstanding_requests(
             priorities in prop::collection::vec(0u8..3, 1..5),
             rule in prop_oneof![Just(RankRule::Ranked), Just(RankRule::Global), Just(RankRule::PerService)],
             cores in 1u16..5,
             steps in prop::collection::vec((0u8..4, any::<u8>(), any::<u16>()), 0..200),
         ) {
-            let services = services(&priorities);
-            let mut ranks = RankArrays::new(cores, &services, rule, DEPTH);
+            let services = services_with_priorities(&priorities);
+            let mut ranks = RankArrays::new(cores, &services, rule, QUEUE_DEPTH);
             for (step, service, core) in steps {
                 let (service, core) = (service % services.len() as u8, core % cores);
-                let sum = |ranks: &RankArrays, core| -> u32 {
-                    let counted = |other: u8| {
-                        let weight = rule.weight(&services, usize::from(service), usize::from(other));
-                        ranks.outstanding(other, core) * weight
+                let expected_rank = |ranks: &RankArrays, core| -> u32 {
+                    let weighted_count = |other: u8| {
+                        let weight = rule.request_weight(&services, usize::from(service), usize::from(other));
+                        ranks.outstanding_count(other, core) * weight
                     };
-                    (0..services.len() as u8).map(counted).sum()
+                    (0..services.len() as u8).map(weighted_count).sum()
                 };
                 for core in 0..cores {
-                    prop_assert_eq!(ranks.rank(service, core), sum(&ranks, core));
+                    prop_assert_eq!(ranks.rank(service, core), expected_rank(&ranks, core));
                 }
-                let takes = |core: &u16| ranks.is_enabled(service, *core) && sum(&ranks, *core) < 4000;
-                let expected = (0..cores).filter(takes).min_by_key(|core| sum(&ranks, *core));
-                prop_assert_eq!(ranks.eligible_services() >> service & 1 == 1, expected.is_some());
+                let is_eligible = |core: &u16| ranks.is_enabled(service, *core) && expected_rank(&ranks, *core) < 4000;
+                let expected = (0..cores).filter(is_eligible).min_by_key(|core| expected_rank(&ranks, *core));
+                prop_assert_eq!(ranks.eligible_service_mask() >> service & 1 == 1, expected.is_some());
                 match step {
                     0 | 1 => prop_assert_eq!(ranks.assign_request(service), expected),
                     2 => {
-                        let count = ranks.outstanding(service, core).min(2);
+                        let count = ranks.outstanding_count(service, core).min(2);
                         prop_assert!(ranks.record_feedback(service, core, count).is_ok());
                     }
                     _ => ranks.set_enabled(service, core, !ranks.is_enabled(service, core)),

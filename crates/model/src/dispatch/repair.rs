@@ -7,31 +7,31 @@ use std::time::Duration;
 ///
 /// The socket's queue is a FIFO, so it holds the youngest requests. Only older requests can have been read or dropped;
 /// they are given up above an age of `timeout` checks. So at least as many requests remain as datagrams wait.
-pub fn expired_requests(ages: &[u32], queued: usize, timeout: u32) -> Vec<usize> {
-    let mut oldest_first: Vec<usize> = (0..ages.len()).filter(|at| ages[*at] > 0).collect();
-    oldest_first.sort_by_key(|at| (std::cmp::Reverse(ages[*at]), *at));
-    oldest_first.truncate(oldest_first.len().saturating_sub(queued));
-    oldest_first.retain(|at| ages[*at] > timeout);
-    oldest_first
+pub fn expired_request_indexes(ages: &[u32], queued: usize, timeout: u32) -> Vec<usize> {
+    let mut indexes_oldest_first: Vec<usize> = (0..ages.len()).filter(|at| ages[*at] > 0).collect();
+    indexes_oldest_first.sort_by_key(|at| (std::cmp::Reverse(ages[*at]), *at));
+    indexes_oldest_first.truncate(indexes_oldest_first.len().saturating_sub(queued));
+    indexes_oldest_first.retain(|at| ages[*at] > timeout);
+    indexes_oldest_first
 }
 
 /// Detector of a stalled worker: datagrams wait in its socket, and it has not answered for a while.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StallDetector {
-    responses: u64,
+    response_count: u64,
     /// Last time at which the worker had no work, or had answered.
     last_progress: Duration,
 }
 
 impl StallDetector {
     /// Returns a detector that starts at `now`, when the worker has sent `responses` responses.
-    pub fn new(now: Duration, responses: u64) -> Self {
-        Self { responses, last_progress: now }
+    pub fn new(now: Duration, response_count: u64) -> Self {
+        Self { response_count, last_progress: now }
     }
 
     /// Returns whether datagrams have waited, without a new response of the worker, for at least `stall_after`.
     pub fn is_stalled(&mut self, now: Duration, responses: u64, queued: usize, stall_after: Duration) -> bool {
-        if responses != self.responses || queued == 0 {
+        if responses != self.response_count || queued == 0 {
             *self = Self::new(now, responses);
         }
         now.saturating_sub(self.last_progress) >= stall_after
@@ -40,14 +40,14 @@ impl StallDetector {
 
 /// Service time learned from measurements: an exponentially weighted moving average over checks.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct LearnedTime {
+pub struct LearnedServiceTime {
     mean_ns: Option<f64>,
 }
 
 /// Weight of one check in the average: 7 checks with responses replace half of it.
-const CHECK_WEIGHT: f64 = 0.1;
+const CHECK_AVERAGE_WEIGHT: f64 = 0.1;
 
-impl LearnedTime {
+impl LearnedServiceTime {
     /// Returns an average that starts with the expected service time `time`.
     pub fn expected(time: Duration) -> Self {
         Self { mean_ns: Some(time.as_nanos() as f64) }
@@ -56,8 +56,9 @@ impl LearnedTime {
     /// Adds the service times since the previous check: their sum (ns) and number.
     pub fn observe(&mut self, sum_ns: u64, count: u64) {
         if count > 0 {
-            let observed = sum_ns as f64 / count as f64;
-            self.mean_ns = Some(self.mean_ns.map_or(observed, |mean| mean + CHECK_WEIGHT * (observed - mean)));
+            let check_mean_ns = sum_ns as f64 / count as f64;
+            self.mean_ns =
+                Some(self.mean_ns.map_or(check_mean_ns, |mean| mean + CHECK_AVERAGE_WEIGHT * (check_mean_ns - mean)));
         }
     }
 
@@ -72,31 +73,31 @@ mod tests {
     use super::*;
 
     #[test]
-    fn request_that_may_be_queued_is_not_abandoned() {
+    fn request_that_may_still_be_queued_is_not_expired() {
         // The two youngest requests wait in the queue, at any age (the worker was stopped).
-        assert_eq!(expired_requests(&[30, 20, 25, 40], 2, 10), [3, 0]);
-        assert_eq!(expired_requests(&[30, 20, 25, 40], 4, 10), []);
-        assert_eq!(expired_requests(&[30, 20, 25, 40], 9, 10), []);
-        assert_eq!(expired_requests(&[3, 20, 10, 11], 0, 10), [1, 3]);
+        assert_eq!(expired_request_indexes(&[30, 20, 25, 40], 2, 10), [3, 0]);
+        assert_eq!(expired_request_indexes(&[30, 20, 25, 40], 4, 10), []);
+        assert_eq!(expired_request_indexes(&[30, 20, 25, 40], 9, 10), []);
+        assert_eq!(expired_request_indexes(&[3, 20, 10, 11], 0, 10), [1, 3]);
         // Requests of age 0 may be newer than the count of the queue, so older ones may be the queued ones.
-        assert_eq!(expired_requests(&[0, 0, 20, 20], 2, 10), []);
-        assert_eq!(expired_requests(&[], 0, 10), []);
+        assert_eq!(expired_request_indexes(&[0, 0, 20, 20], 2, 10), []);
+        assert_eq!(expired_request_indexes(&[], 0, 10), []);
     }
 
     #[test]
     fn worker_with_a_queue_and_no_response_is_stalled() {
         let ms = Duration::from_millis;
-        let mut worker = StallDetector::new(ms(0), 5);
-        assert!(!worker.is_stalled(ms(1000), 5, 0, ms(300)), "nothing to do");
-        assert!(!worker.is_stalled(ms(1299), 5, 1, ms(300)));
-        assert!(worker.is_stalled(ms(1300), 5, 1, ms(300)));
-        assert!(worker.is_stalled(ms(5000), 5, 2, ms(300)));
-        assert!(!worker.is_stalled(ms(5001), 6, 2, ms(300)), "it answered");
+        let mut detector = StallDetector::new(ms(0), 5);
+        assert!(!detector.is_stalled(ms(1000), 5, 0, ms(300)), "nothing to do");
+        assert!(!detector.is_stalled(ms(1299), 5, 1, ms(300)));
+        assert!(detector.is_stalled(ms(1300), 5, 1, ms(300)));
+        assert!(detector.is_stalled(ms(5000), 5, 2, ms(300)));
+        assert!(!detector.is_stalled(ms(5001), 6, 2, ms(300)), "it answered");
     }
 
     #[test]
-    fn learned_times_follow_observations() {
-        let mut learned = LearnedTime::default();
+    fn learned_service_time_follows_measurements() {
+        let mut learned = LearnedServiceTime::default();
         learned.observe(0, 0);
         assert_eq!(learned.expected_time(), None);
         learned.observe(3_000, 3);

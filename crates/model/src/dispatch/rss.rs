@@ -1,35 +1,35 @@
 //! `rss` and `rss-rebalanced`: connections are hashed to buckets, buckets belong to cores.
 
-use super::{DispatchHeader, Dispatcher, LeastTree};
+use super::{DispatchHeader, Dispatcher, TournamentTree};
 use crate::rss::IndirectionTable;
 
 /// RSS: the indirection table maps the RSS hash to a core, which is the same for all requests of a connection.
 #[derive(Debug, Clone)]
-pub struct BucketHash {
-    table: IndirectionTable,
+pub struct RssDispatcher {
+    indirection_table: IndirectionTable,
 }
 
-impl BucketHash {
+impl RssDispatcher {
     /// Returns a dispatcher with the indirection table `table`.
-    pub fn new(table: IndirectionTable) -> Self {
-        Self { table }
+    pub fn new(indirection_table: IndirectionTable) -> Self {
+        Self { indirection_table }
     }
 
     /// Returns the indirection table, which has the core of each bucket.
     pub fn table(&self) -> &IndirectionTable {
-        &self.table
+        &self.indirection_table
     }
 
     /// Replaces the indirection table, which assigns the buckets to other cores.
     pub fn set_table(&mut self, table: IndirectionTable) {
-        self.table = table;
+        self.indirection_table = table;
     }
 }
 
-impl Dispatcher for BucketHash {
+impl Dispatcher for RssDispatcher {
     #[inline]
     fn place(&mut self, _now: u64, header: &DispatchHeader) -> Option<u16> {
-        Some(self.table.queue(header.flow_hash))
+        Some(self.indirection_table.queue_of_hash(header.flow_hash))
     }
 
     #[inline]
@@ -44,15 +44,15 @@ pub fn assign_buckets_to_cores(loads: &[u64], backlog: &[u64]) -> Vec<u32> {
     heaviest_first.sort_by_key(|bucket| (std::cmp::Reverse(loads[*bucket]), *bucket));
     // Each bucket counts a tiny unit more than its load, so that idle buckets are spread, too.
     let scale = loads.len() as u64 + 1;
-    let mut totals = LeastTree::<u64>::new(backlog.len() as u16, 0);
-    (0..).zip(backlog).for_each(|(core, backlog)| totals.set(core, backlog * scale));
-    let mut assigned = vec![0; loads.len()];
+    let mut load_by_core = TournamentTree::<u64>::new(backlog.len() as u16, 0);
+    (0..).zip(backlog).for_each(|(core, backlog)| load_by_core.set(core, backlog * scale));
+    let mut core_by_bucket = vec![0; loads.len()];
     for bucket in heaviest_first {
-        let (core, total) = totals.least();
-        assigned[bucket] = u32::from(core);
-        totals.set(core, total + loads[bucket] * scale + 1);
+        let (core, total) = load_by_core.least();
+        core_by_bucket[bucket] = u32::from(core);
+        load_by_core.set(core, total + loads[bucket] * scale + 1);
     }
-    assigned
+    core_by_bucket
 }
 
 #[cfg(test)]
@@ -62,13 +62,16 @@ mod tests {
 
     #[test]
     fn indirection_table_selects_the_core() {
-        let mut rss = BucketHash::new(IndirectionTable::new(&[2, 0, 1, 0]).unwrap());
-        let mut core = |flow_hash| rss.place(0, &DispatchHeader { flow_hash, ..header(0, 1) });
-        assert_eq!([core(0), core(1), core(6), core(7)], [Some(2), Some(0), Some(1), Some(0)]);
+        let mut rss = RssDispatcher::new(IndirectionTable::new(&[2, 0, 1, 0]).unwrap());
+        let mut core_of_hash = |flow_hash| rss.place(0, &DispatchHeader { flow_hash, ..header(0, 1) });
+        assert_eq!(
+            [core_of_hash(0), core_of_hash(1), core_of_hash(6), core_of_hash(7)],
+            [Some(2), Some(0), Some(1), Some(0)]
+        );
     }
 
     #[test]
-    fn regrouping_evens_out_loads_then_numbers() {
+    fn bucket_assignment_balances_loads_and_then_bucket_counts() {
         assert_eq!(assign_buckets_to_cores(&[9, 1, 5, 4, 0, 0], &[0; 2]), [0, 0, 1, 1, 1, 1], "10 against 9");
         assert_eq!(
             assign_buckets_to_cores(&[0, 7, 0, 7, 0, 0], &[0; 2]),

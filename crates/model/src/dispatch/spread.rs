@@ -6,20 +6,20 @@ use super::{DispatchHeader, Dispatcher};
 /// Dispatcher that selects a uniformly random core by a hash of the request's header.
 #[derive(Debug, Clone)]
 pub struct RandomCore {
-    cores: u16,
+    core_count: u16,
 }
 
 impl RandomCore {
-    /// Returns a dispatcher for `cores` cores.
-    pub fn new(cores: u16) -> Self {
-        Self { cores }
+    /// Returns a dispatcher for `core_count` cores.
+    pub fn new(core_count: u16) -> Self {
+        Self { core_count }
     }
 }
 
 impl Dispatcher for RandomCore {
     #[inline]
     fn place(&mut self, _now: u64, header: &DispatchHeader) -> Option<u16> {
-        Some(scale_hash(header.hash, self.cores))
+        Some(scale_hash(header.request_hash, self.core_count))
     }
 
     #[inline]
@@ -34,14 +34,14 @@ pub(super) fn scale_hash(hash: u32, count: u16) -> u16 {
 /// Dispatcher that selects the cores in turn.
 #[derive(Debug, Clone)]
 pub struct RoundRobinCore {
-    cores: u16,
+    core_count: u16,
     next_core: u16,
 }
 
 impl RoundRobinCore {
-    /// Returns a dispatcher for `cores` cores.
-    pub fn new(cores: u16) -> Self {
-        Self { cores, next_core: 0 }
+    /// Returns a dispatcher for `core_count` cores.
+    pub fn new(core_count: u16) -> Self {
+        Self { core_count, next_core: 0 }
     }
 }
 
@@ -49,7 +49,7 @@ impl Dispatcher for RoundRobinCore {
     #[inline]
     fn place(&mut self, _now: u64, _header: &DispatchHeader) -> Option<u16> {
         let core = self.next_core;
-        self.next_core = if core + 1 < self.cores { core + 1 } else { 0 };
+        self.next_core = if core + 1 < self.core_count { core + 1 } else { 0 };
         Some(core)
     }
 
@@ -67,15 +67,15 @@ mod tests {
         let mut random = RandomCore::new(3);
         let mut counts = [0; 3];
         for hash in (0..=u32::MAX).step_by(1 << 20) {
-            counts[usize::from(random.place(0, &DispatchHeader { hash, ..header(0, 1) }).unwrap())] += 1;
+            counts[usize::from(random.place(0, &DispatchHeader { request_hash: hash, ..header(0, 1) }).unwrap())] += 1;
         }
         assert_eq!(counts, [1366, 1365, 1365]);
     }
 
     #[test]
     fn round_robin_visits_all_cores_in_turn() {
-        let mut turns = RoundRobinCore::new(3);
-        let taken: Vec<_> = (0..5).map(|_| turns.place(0, &header(0, 1)).unwrap()).collect();
-        assert_eq!(taken, [0, 1, 2, 0, 1]);
+        let mut round_robin = RoundRobinCore::new(3);
+        let placed_cores: Vec<_> = (0..5).map(|_| round_robin.place(0, &header(0, 1)).unwrap()).collect();
+        assert_eq!(placed_cores, [0, 1, 2, 0, 1]);
     }
 }

@@ -1,20 +1,20 @@
 //! `work-stealing`: idle cores take requests from other cores' queues.
 
-use super::LeastTree;
+use super::TournamentTree;
 
 /// Work stealing from the longest queue. ZygOS (SOSP'17) and Shenango (NSDI'19) check queues in random order. The
 /// longest queue is the best find, so this policy is the upper bound of work stealing.
 #[derive(Debug, Clone)]
 pub struct LongestQueueStealing {
     /// Queue lengths, inverted so that the longest queue has the smallest key.
-    inverted_queue_lengths: LeastTree<u32>,
+    inverted_queue_lengths: TournamentTree<u32>,
     /// State of each core: [`IDLE`] or [`BUSY`].
-    states: LeastTree<u32>,
+    busy_state_by_core: TournamentTree<u32>,
 }
 
 const IDLE: u32 = 0;
 const BUSY: u32 = 1;
-const EMPTY: u32 = u32::MAX;
+const EMPTY_QUEUE_KEY: u32 = u32::MAX;
 
 /// One theft: an idle core takes a request from another core's queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,24 +28,27 @@ pub struct Steal {
 impl LongestQueueStealing {
     /// Returns a policy whose cores are idle and have empty queues.
     pub fn new(cores: u16) -> Self {
-        Self { inverted_queue_lengths: LeastTree::new(cores, EMPTY), states: LeastTree::new(cores, IDLE) }
+        Self {
+            inverted_queue_lengths: TournamentTree::new(cores, EMPTY_QUEUE_KEY),
+            busy_state_by_core: TournamentTree::new(cores, IDLE),
+        }
     }
 
     /// Sets whether `core` serves a request.
     pub fn set_busy(&mut self, core: u16, busy: bool) {
-        self.states.set(core, if busy { BUSY } else { IDLE });
+        self.busy_state_by_core.set(core, if busy { BUSY } else { IDLE });
     }
 
     /// Sets the number of requests in `core`'s queue, without the request in service.
     pub fn set_queue_length(&mut self, core: u16, length: u32) {
-        self.inverted_queue_lengths.set(core, EMPTY - length);
+        self.inverted_queue_lengths.set(core, EMPTY_QUEUE_KEY - length);
     }
 
     /// Returns the next theft, between the idle core and the longest queue of the lowest indices; `None` if no core is
     /// idle or no request is queued.
     pub fn next_steal(&self) -> Option<Steal> {
-        let ((thief, state), (victim, length)) = (self.states.least(), self.inverted_queue_lengths.least());
-        (state == IDLE && length != EMPTY).then_some(Steal { thief, victim })
+        let ((thief, state), (victim, length)) = (self.busy_state_by_core.least(), self.inverted_queue_lengths.least());
+        (state == IDLE && length != EMPTY_QUEUE_KEY).then_some(Steal { thief, victim })
     }
 }
 

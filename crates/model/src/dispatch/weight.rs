@@ -17,8 +17,8 @@ impl RoundedServiceTime {
     /// Returns the nearest rounded time, within 1/2048; longer times count as [`RoundedServiceTime::MAX`].
     pub fn new(time: Duration) -> Self {
         let ns = time.min(Self::MAX).as_nanos() as u64;
-        let bits = u64::BITS - ns.leading_zeros();
-        let mut exponent = bits.saturating_sub(MANTISSA_BITS);
+        let significant_bits = u64::BITS - ns.leading_zeros();
+        let mut exponent = significant_bits.saturating_sub(MANTISSA_BITS);
         let mut mantissa = if exponent == 0 { ns } else { (ns >> (exponent - 1)).div_ceil(2) };
         if mantissa > u64::from(MANTISSA_MASK) {
             mantissa >>= 1;
@@ -28,7 +28,7 @@ impl RoundedServiceTime {
     }
 
     /// Returns the rounded time as the bits in an entry.
-    pub fn bits(self) -> u16 {
+    pub fn to_bits(self) -> u16 {
         self.0
     }
 
@@ -51,17 +51,17 @@ mod tests {
 
     proptest! {
         #[test]
-        fn weight_is_close_and_monotonic(ns in 0u64..RoundedServiceTime::MAX.as_nanos() as u64) {
-            let weight = RoundedServiceTime::new(Duration::from_nanos(ns));
-            let difference = weight.as_ns().abs_diff(ns);
-            prop_assert!(difference <= ns / 2048 + u64::from(ns >= 2048), "{ns} became {}", weight.as_ns());
-            prop_assert!(RoundedServiceTime::new(Duration::from_nanos(ns + 1)).as_ns() >= weight.as_ns());
-            prop_assert_eq!(RoundedServiceTime::from_bits(weight.bits()), weight);
+        fn rounded_service_time_is_close_and_monotonic(ns in 0u64..RoundedServiceTime::MAX.as_nanos() as u64) {
+            let rounded = RoundedServiceTime::new(Duration::from_nanos(ns));
+            let difference = rounded.as_ns().abs_diff(ns);
+            prop_assert!(difference <= ns / 2048 + u64::from(ns >= 2048), "{ns} became {}", rounded.as_ns());
+            prop_assert!(RoundedServiceTime::new(Duration::from_nanos(ns + 1)).as_ns() >= rounded.as_ns());
+            prop_assert_eq!(RoundedServiceTime::from_bits(rounded.to_bits()), rounded);
         }
     }
 
     #[test]
-    fn range_limits_are_accepted() {
+    fn minimum_and_maximum_times_are_representable() {
         assert_eq!(RoundedServiceTime::new(Duration::ZERO).as_ns(), 0);
         assert_eq!(RoundedServiceTime::new(Duration::from_nanos(2047)).as_ns(), 2047);
         assert_eq!(RoundedServiceTime::new(Duration::MAX).as_ns(), RoundedServiceTime::MAX.as_nanos() as u64);

@@ -6,28 +6,31 @@ fn thresholds(rise: u32, fall: u32) -> Thresholds {
     Thresholds::new(rise, fall).unwrap()
 }
 
-fn verdicts(results: &[bool], thresholds: Thresholds) -> Vec<Option<HealthVerdict>> {
-    let mut judge = HealthTracker::default();
-    let after = |passed: &bool| {
-        judge.record_result(*passed, thresholds);
-        judge.verdict()
+fn verdicts_after_each_result(results: &[bool], thresholds: Thresholds) -> Vec<Option<HealthVerdict>> {
+    let mut tracker = HealthTracker::default();
+    let verdict_after = |passed: &bool| {
+        tracker.record_result(*passed, thresholds);
+        tracker.verdict()
     };
-    results.iter().map(after).collect()
+    results.iter().map(verdict_after).collect()
 }
 
 #[test]
-fn server_falls_and_rises_after_its_thresholds() {
+fn server_goes_down_and_up_after_its_thresholds() {
     use HealthVerdict::{Down, Up};
     let results = [true, false, false, true, false, false, false, true, false, true, true, false];
     let expected = [Up, Up, Up, Up, Up, Up, Down, Down, Down, Down, Up, Up];
-    assert_eq!(verdicts(&results, thresholds(2, 3)), expected.map(Some));
+    assert_eq!(verdicts_after_each_result(&results, thresholds(2, 3)), expected.map(Some));
 }
 
 #[test]
 fn first_failure_keeps_the_server_up() {
-    let none = None;
-    assert_eq!(verdicts(&[false, false, false], thresholds(2, 3)), [none, none, Some(HealthVerdict::Down)]);
-    assert_eq!(verdicts(&[false, true], thresholds(2, 3)), [none, Some(HealthVerdict::Up)]);
+    let no_verdict = None;
+    assert_eq!(
+        verdicts_after_each_result(&[false, false, false], thresholds(2, 3)),
+        [no_verdict, no_verdict, Some(HealthVerdict::Down)]
+    );
+    assert_eq!(verdicts_after_each_result(&[false, true], thresholds(2, 3)), [no_verdict, Some(HealthVerdict::Up)]);
 }
 
 #[test]
@@ -39,81 +42,86 @@ fn status_range_contains_its_bounds() {
     assert_eq!((StatusRange::new(204, 200), StatusRange::new(99, 200), StatusRange::new(200, 600)), (None, None, None));
 }
 
-fn observer(verdicts: &[(u8, HealthVerdict)]) -> BTreeMap<u8, HealthVerdict> {
+fn observer_verdicts(verdicts: &[(u8, HealthVerdict)]) -> BTreeMap<u8, HealthVerdict> {
     verdicts.iter().copied().collect()
 }
 
-fn decided(observers: &[BTreeMap<u8, HealthVerdict>], before: HealthVerdict) -> Vec<(u8, HealthVerdict)> {
+fn majority_of(observers: &[BTreeMap<u8, HealthVerdict>], before: HealthVerdict) -> Vec<(u8, HealthVerdict)> {
     let observers: Vec<_> = observers.iter().collect();
     majority_verdicts(&observers, |_| before).into_iter().collect()
 }
 
 #[test]
-fn majority_decides_and_a_tie_changes_nothing() {
+fn majority_of_observers_decides_and_a_tie_keeps_the_verdict() {
     use HealthVerdict::{Down, Up};
-    let a = observer(&[(1, Up), (2, Down)]);
-    let b = observer(&[(1, Up), (2, Up)]);
+    let a = observer_verdicts(&[(1, Up), (2, Down)]);
+    let b = observer_verdicts(&[(1, Up), (2, Up)]);
     for before in [Up, Down] {
-        assert_eq!(decided(&[a.clone(), b.clone()], before), [(1, Up), (2, before)]);
-        assert_eq!(decided(&[a.clone(), a.clone(), b.clone()], before), [(1, Up), (2, Down)]);
+        assert_eq!(majority_of(&[a.clone(), b.clone()], before), [(1, Up), (2, before)]);
+        assert_eq!(majority_of(&[a.clone(), a.clone(), b.clone()], before), [(1, Up), (2, Down)]);
     }
-    assert_eq!(decided(&[], Up), []);
+    assert_eq!(majority_of(&[], Up), []);
 }
 
 #[test]
-fn load_balancer_that_reaches_no_server_is_overruled() {
+fn load_balancer_that_finds_no_server_up_is_overruled() {
     use HealthVerdict::{Down, Up};
-    let blind = observer(&[(1, Down), (2, Down), (3, Down)]);
-    let sees = observer(&[(1, Up), (2, Down), (3, Up)]);
-    assert_eq!(decided(&[blind.clone(), blind.clone(), sees], Up), [(1, Up), (2, Down), (3, Up)]);
-    assert_eq!(decided(&[blind.clone(), blind], Up), [(1, Down), (2, Down), (3, Down)]);
+    let cut_off_observer = observer_verdicts(&[(1, Down), (2, Down), (3, Down)]);
+    let working_observer = observer_verdicts(&[(1, Up), (2, Down), (3, Up)]);
+    assert_eq!(
+        majority_of(&[cut_off_observer.clone(), cut_off_observer.clone(), working_observer], Up),
+        [(1, Up), (2, Down), (3, Up)]
+    );
+    assert_eq!(majority_of(&[cut_off_observer.clone(), cut_off_observer], Up), [(1, Down), (2, Down), (3, Down)]);
 }
 
 proptest! {
     /// Compares each verdict with its definition, evaluated backwards from the newest result.
     #[test]
-    fn verdict_needs_consecutive_results(
+    fn verdict_changes_after_consecutive_results_only(
         results in prop::collection::vec(any::<bool>(), 1..60), rise in 1u32..6, fall in 1u32..6,
     ) {
-        let found = verdicts(&results, thresholds(rise, fall));
+        let actual_verdicts = verdicts_after_each_result(&results, thresholds(rise, fall));
         for now in 0..results.len() {
-            let before = if now == 0 { None } else { found[now - 1] };
-            let in_a_row = results[..=now].iter().rev().take_while(|passed| **passed == results[now]).count() as u32;
+            let before = if now == 0 { None } else { actual_verdicts[now - 1] };
+            let equal_results_in_a_row =
+                results[..=now].iter().rev().take_while(|passed| **passed == results[now]).count() as u32;
             let expected = match (before, results[now]) {
                 (None, true) => Some(HealthVerdict::Up),
-                (None | Some(HealthVerdict::Up), false) if in_a_row >= fall => Some(HealthVerdict::Down),
-                (Some(HealthVerdict::Down), true) if in_a_row >= rise => Some(HealthVerdict::Up),
+                (None | Some(HealthVerdict::Up), false) if equal_results_in_a_row >= fall => Some(HealthVerdict::Down),
+                (Some(HealthVerdict::Down), true) if equal_results_in_a_row >= rise => Some(HealthVerdict::Up),
                 _ => before,
             };
-            prop_assert_eq!(found[now], expected, "result {}", now);
+            prop_assert_eq!(actual_verdicts[now], expected, "result {}", now);
         }
     }
 
     #[test]
-    fn runs_below_the_threshold_change_no_verdict(runs in prop::collection::vec(1u32..3, 1..20)) {
-        let mut judge = HealthTracker::default();
+    fn fewer_results_than_the_threshold_change_no_verdict(runs in prop::collection::vec(1u32..3, 1..20)) {
+        let mut tracker = HealthTracker::default();
         let thresholds = thresholds(3, 3);
-        judge.record_result(true, thresholds);
+        tracker.record_result(true, thresholds);
         let mut passed = false;
         for run in runs {
             for _ in 0..run {
-                prop_assert!(!judge.record_result(passed, thresholds));
+                prop_assert!(!tracker.record_result(passed, thresholds));
             }
             passed = !passed;
         }
-        prop_assert_eq!(judge.verdict(), Some(HealthVerdict::Up));
+        prop_assert_eq!(tracker.verdict(), Some(HealthVerdict::Up));
     }
 
     #[test]
-    fn pauses_are_at_most_the_interval(part in 0.0..=1.0f64, draw in 0.0..=1.0f64, ms in 1u64..100_000) {
+    fn jittered_interval_is_at_most_the_interval(part in 0.0..=1.0f64, draw in 0.0..=1.0f64, ms in 1u64..100_000) {
         let interval = Duration::from_millis(ms);
-        let pause = Jitter::new(part).unwrap().jittered_interval(interval, draw);
-        prop_assert!(pause <= interval && pause >= interval.mul_f64(0.0999), "{:?}", pause);
+        let jittered_interval = Jitter::new(part).unwrap().jittered_interval(interval, draw);
+        prop_assert!(jittered_interval <= interval && jittered_interval >= interval.mul_f64(0.0999), "{:?}",
+            jittered_interval);
     }
 
     /// An observer that is cut off from all servers changes no verdict, as long as another one finds a server up.
     #[test]
-    fn partitioned_observer_changes_nothing(
+    fn observer_cut_off_from_all_servers_changes_no_verdict(
         seen in prop::collection::vec(prop::collection::btree_map(0u8..8, any::<bool>(), 1..8), 1..5),
         down_before: bool,
     ) {
@@ -121,23 +129,23 @@ proptest! {
         let mut observers: Vec<BTreeMap<u8, HealthVerdict>> =
             seen.iter().map(|seen| seen.iter().map(|(target, up)| (*target, verdict(*up))).collect()).collect();
         prop_assume!(observers.iter().any(|seen| seen.values().any(|verdict| *verdict == HealthVerdict::Up)));
-        let expected = decided(&observers, verdict(!down_before));
+        let expected = majority_of(&observers, verdict(!down_before));
         observers.push((0..8).map(|target| (target, HealthVerdict::Down)).collect());
-        prop_assert_eq!(decided(&observers, verdict(!down_before)), expected);
+        prop_assert_eq!(majority_of(&observers, verdict(!down_before)), expected);
     }
 }
 
 #[test]
-fn local_fault_gives_no_verdict() {
+fn repeated_local_faults_withdraw_the_verdict() {
     let thresholds = Thresholds::new(1, 3).unwrap();
-    let mut judge = HealthTracker::default();
-    assert!(judge.record_result(true, thresholds));
-    assert!(!judge.record_result(false, thresholds));
-    assert!(!judge.record_local_fault(thresholds));
-    assert!(!judge.record_local_fault(thresholds));
-    assert_eq!(judge.verdict(), Some(HealthVerdict::Up));
-    assert!(judge.record_local_fault(thresholds), "it has not seen the server for long");
-    assert_eq!(judge.verdict(), None);
-    assert!(!judge.record_local_fault(thresholds));
-    assert!(judge.record_result(true, thresholds));
+    let mut tracker = HealthTracker::default();
+    assert!(tracker.record_result(true, thresholds));
+    assert!(!tracker.record_result(false, thresholds));
+    assert!(!tracker.record_local_fault(thresholds));
+    assert!(!tracker.record_local_fault(thresholds));
+    assert_eq!(tracker.verdict(), Some(HealthVerdict::Up));
+    assert!(tracker.record_local_fault(thresholds), "it has not seen the server for long");
+    assert_eq!(tracker.verdict(), None);
+    assert!(!tracker.record_local_fault(thresholds));
+    assert!(tracker.record_result(true, thresholds));
 }

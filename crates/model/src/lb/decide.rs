@@ -6,12 +6,12 @@ use coreward_intf as intf;
 
 use super::decision::{Decision, Identification};
 use super::encapsulation::set_macs;
-use super::flow::{FlowEntryKind, FragmentKey};
-use super::ip_packet::{FragmentPart, IpPacket, NOT_A_SERVICE, ParseEnd};
+use super::flow::{FlowEntryNeed, FragmentKey};
+use super::ip_packet::{FragmentPart, IpPacket, NOT_A_SERVICE, ParseEndCounter};
 use super::packet::{self, Packet, RST, SYN};
 use super::packet_ipv6::PROTOCOL_ICMPV6;
 use super::stateful::IndexLookup;
-use super::{BroadcastReason, FlowEntry, LoadBalancer, Mac, Outcome, ServerTraffic};
+use super::{BroadcastReason, FlowEntry, LoadBalancer, MacAddress, Outcome, ServerTraffic};
 use crate::consistency::{Consistency, ServiceMigration};
 use crate::cookie::{self, Cookie};
 use crate::lb_stamping;
@@ -19,16 +19,16 @@ use crate::tuple::Protocol;
 use crate::{FourTuple, ServerId};
 
 /// Protocol numbers of TCP and UDP in the IP header.
-const TCP: u8 = 6;
-const UDP: u8 = 17;
+const TCP_PROTOCOL_NUMBER: u8 = 6;
+const UDP_PROTOCOL_NUMBER: u8 = 17;
 
-pub(super) const BROADCAST: Mac = [0xff; 6];
+pub(super) const BROADCAST_MAC: MacAddress = [0xff; 6];
 
 /// Source MAC address and length of a frame.
 #[derive(Debug, Clone, Copy)]
-struct Sender {
-    mac: Mac,
-    bytes: u64,
+struct FrameSource {
+    mac: MacAddress,
+    frame_bytes: u64,
 }
 
 impl LoadBalancer {
@@ -37,25 +37,25 @@ impl LoadBalancer {
         if let Some(answered) = self.process_reply(frame) {
             return answered;
         }
-        let mut read = None;
-        let decision = self.read_and_decide(frame, now_ns, &mut read).unwrap_or_else(Decision::from_counter);
-        let outcome = decision.outcome(read);
+        let mut service_slot = None;
+        let decision = self.parse_and_decide(frame, now_ns, &mut service_slot).unwrap_or_else(Decision::from_counter);
+        let outcome = decision.outcome(service_slot);
         if decision.forwards() {
-            let bytes = frame.len() as u64;
-            if let Identification::PreviousServer(before) = decision.identification {
+            let frame_bytes = frame.len() as u64;
+            if let Identification::PreviousServerId(before) = decision.identification {
                 packet::set_identification(frame, before);
             }
             if let Some((tsecr, value)) = &decision.tsecr {
                 packet::set_tsecr(frame, tsecr, *value);
             }
-            let to_server = outcome.service.zip(outcome.server);
-            if let Err(dropped) = self.emit(frame, &decision, to_server, now_ns) {
-                self.count_connections(&decision, to_server);
-                return Decision { counter: dropped, ..decision }.outcome(read);
+            let slot_and_server = outcome.service.zip(outcome.server);
+            if let Err(dropped) = self.emit(frame, &decision, slot_and_server, now_ns) {
+                self.count_connections(&decision, slot_and_server);
+                return Decision { counter: dropped, ..decision }.outcome(service_slot);
             }
-            self.count_connections(&decision, to_server);
-            if let Some((_, server)) = to_server {
-                self.count_traffic(server, bytes);
+            self.count_connections(&decision, slot_and_server);
+            if let Some((_, server)) = slot_and_server {
+                self.count_traffic(server, frame_bytes);
             }
         }
         outcome
@@ -68,56 +68,61 @@ impl LoadBalancer {
         decision: &Decision,
         to_server: Option<(usize, ServerId)>,
         now_ns: u64,
-    ) -> Result<(), ParseEnd> {
+    ) -> Result<(), ParseEndCounter> {
         if let Some((place, server)) = to_server {
             let forwarding = self.service(place).mode.forwarding;
             if forwarding.encapsulates() {
-                let tunnel = *self.tunnels.get(&server).ok_or(intf::LB_COUNTER_DROP_SERVER_UNRESOLVED)?;
-                let mtu = self.settings.outer_header.mtu - forwarding.overhead(tunnel.address);
-                if packet::ip_length(frame) > mtu {
-                    return Err(self.drop_exceeding(frame, place, mtu, now_ns));
+                let tunnel = *self.tunnel_by_server.get(&server).ok_or(intf::LB_COUNTER_DROP_SERVER_UNRESOLVED)?;
+                let mtu = self.settings.outer_header.mtu - forwarding.overhead_bytes(tunnel.address);
+                if packet::ip_packet_bytes(frame) > mtu {
+                    return Err(self.drop_exceeding_mtu(frame, place, mtu, now_ns));
                 }
                 self.encapsulate(frame, forwarding, tunnel);
             }
         }
-        set_macs(frame, decision.destination, self.own_mac);
+        set_macs(frame, decision.destination_mac, self.own_mac);
         Ok(())
     }
 
     /// Parses a frame and decides on it. Sets `read` to the slot of the service as soon as it is known.
-    fn read_and_decide(&mut self, frame: &[u8], now_ns: u64, read: &mut Option<usize>) -> Result<Decision, ParseEnd> {
-        let outer = packet::read_frame_fields(frame).ok_or(NOT_A_SERVICE)?;
-        if outer.destination_mac != self.own_mac || !self.vips.contains(&outer.vip) {
+    fn parse_and_decide(
+        &mut self,
+        frame: &[u8],
+        now_ns: u64,
+        read: &mut Option<usize>,
+    ) -> Result<Decision, ParseEndCounter> {
+        let frame_fields = packet::read_frame_fields(frame).ok_or(NOT_A_SERVICE)?;
+        if frame_fields.destination_mac != self.own_mac || !self.vips.contains(&frame_fields.vip) {
             return Err(NOT_A_SERVICE);
         }
         // IPv6 names the protocol behind its extension headers.
-        if outer.vip.is_ipv4() && !self.is_balanced_protocol(outer.protocol) {
+        if frame_fields.vip.is_ipv4() && !self.is_balanced_protocol(frame_fields.protocol) {
             return Err(NOT_A_SERVICE);
         }
-        let whole = packet::parse_ip(frame)?;
-        let sender = Sender { mac: packet::source_mac(frame), bytes: frame.len() as u64 };
-        match (whole.protocol, whole.part) {
-            (PROTOCOL_ICMPV6, _) if outer.protocol != PROTOCOL_ICMPV6 => Err(NOT_A_SERVICE),
-            (packet::PROTOCOL_ICMP | PROTOCOL_ICMPV6, _) if is_icmp(&whole) => {
-                self.decide_icmp_error(&whole, sender, now_ns, read)
+        let ip_packet = packet::parse_ip(frame)?;
+        let sender = FrameSource { mac: packet::source_mac(frame), frame_bytes: frame.len() as u64 };
+        match (ip_packet.protocol, ip_packet.part) {
+            (PROTOCOL_ICMPV6, _) if frame_fields.protocol != PROTOCOL_ICMPV6 => Err(NOT_A_SERVICE),
+            (packet::PROTOCOL_ICMP | PROTOCOL_ICMPV6, _) if is_icmp_of_its_family(&ip_packet) => {
+                self.decide_icmp_error(&ip_packet, sender, now_ns, read)
             }
             (packet::PROTOCOL_ICMP, _) => Err(NOT_A_SERVICE),
             (protocol, _) if !self.is_balanced_protocol(protocol) => Err(NOT_A_SERVICE),
-            (UDP, FragmentPart::Later) => self.decide_later_fragment(&whole, read),
-            (UDP, _) => {
-                let ports = packet::parse_ports(&whole, intf::LB_COUNTER_DROP_MALFORMED_UDP)?;
-                let service_slot = self.service_at(whole.vip, ports.1, UDP)?;
+            (UDP_PROTOCOL_NUMBER, FragmentPart::LaterFragment) => self.decide_later_fragment(&ip_packet, read),
+            (UDP_PROTOCOL_NUMBER, _) => {
+                let ports = packet::parse_ports(&ip_packet, intf::LB_COUNTER_DROP_MALFORMED_UDP)?;
+                let service_slot = self.service_slot_at(ip_packet.vip, ports.1, UDP_PROTOCOL_NUMBER)?;
                 *read = Some(service_slot);
-                let packet = packet::parse_udp(&whole, ports)?;
+                let packet = packet::parse_udp(&ip_packet, ports)?;
                 let decision = self.decide(service_slot, &packet, &sender, now_ns);
-                self.remember_fragment(&whole, service_slot, &decision);
+                self.record_first_fragment(&ip_packet, service_slot, &decision);
                 Ok(decision)
             }
             (_, FragmentPart::Whole) => {
-                let ports = packet::parse_ports(&whole, intf::LB_COUNTER_DROP_MALFORMED_TCP)?;
-                let service_slot = self.service_at(whole.vip, ports.1, TCP)?;
+                let ports = packet::parse_ports(&ip_packet, intf::LB_COUNTER_DROP_MALFORMED_TCP)?;
+                let service_slot = self.service_slot_at(ip_packet.vip, ports.1, TCP_PROTOCOL_NUMBER)?;
                 *read = Some(service_slot);
-                let packet = packet::parse_tcp(&whole, ports)?;
+                let packet = packet::parse_tcp(&ip_packet, ports)?;
                 Ok(self.decide(service_slot, &packet, &sender, now_ns))
             }
             (_, _) => Err(intf::LB_COUNTER_DROP_FRAGMENT),
@@ -126,11 +131,13 @@ impl LoadBalancer {
 
     /// Returns whether the program handles a protocol: UDP is not compiled in while no service needs it.
     fn is_balanced_protocol(&self, protocol: u8) -> bool {
-        let udp = || self.service_slots_by_address.keys().any(|(.., protocol)| *protocol == UDP);
-        matches!(protocol, TCP | packet::PROTOCOL_ICMP) || protocol == UDP && udp()
+        let has_udp_service =
+            || self.service_slots_by_address.keys().any(|(.., protocol)| *protocol == UDP_PROTOCOL_NUMBER);
+        matches!(protocol, TCP_PROTOCOL_NUMBER | packet::PROTOCOL_ICMP)
+            || protocol == UDP_PROTOCOL_NUMBER && has_udp_service()
     }
 
-    pub(super) fn service_at(&self, vip: IpAddr, port: u16, protocol: u8) -> Result<usize, ParseEnd> {
+    pub(super) fn service_slot_at(&self, vip: IpAddr, port: u16, protocol: u8) -> Result<usize, ParseEndCounter> {
         self.service_slots_by_address.get(&(vip, port, protocol)).copied().ok_or(NOT_A_SERVICE)
     }
 
@@ -139,33 +146,33 @@ impl LoadBalancer {
     fn decide_icmp_error(
         &mut self,
         whole: &IpPacket<'_>,
-        sender: Sender,
+        sender: FrameSource,
         now_ns: u64,
         read: &mut Option<usize>,
-    ) -> Result<Decision, ParseEnd> {
-        const COUNTER: intf::lb_counter = intf::LB_COUNTER_ICMP_ERROR;
+    ) -> Result<Decision, ParseEndCounter> {
+        const DELIVERED_COUNTER: intf::lb_counter = intf::LB_COUNTER_ICMP_ERROR;
         let quote = packet::parse_quote(whole)?;
-        let service_slot = self.service_at(quote.vip.ip(), quote.vip.port(), quote.protocol)?;
+        let service_slot = self.service_slot_at(quote.vip.ip(), quote.vip.port(), quote.protocol)?;
         *read = Some(service_slot);
         let tuple = FourTuple::new(quote.client, quote.vip).expect("of one packet");
-        let protocol = if quote.protocol == UDP { Protocol::Udp } else { Protocol::Tcp };
+        let protocol = if quote.protocol == UDP_PROTOCOL_NUMBER { Protocol::Udp } else { Protocol::Tcp };
         if self.is_lb_stamped(service_slot)
             && quote.tsval.is_some()
             && self.find_flow(service_slot, &tuple, protocol).is_none()
         {
             let id = quote.tsval.map(|value| lb_stamping::decode_server_id(&self.keys, &tuple, value));
             if let Some(id) = id.filter(|id| self.service(service_slot).server(*id).is_some()) {
-                return Ok(self.deliver_to(service_slot, id, COUNTER));
+                return Ok(self.deliver_to(service_slot, id, DELIVERED_COUNTER));
             }
         }
-        let value = quote.tsval.filter(|_| self.service(service_slot).has_cookies());
+        let cookie_tsval = quote.tsval.filter(|_| self.service(service_slot).has_cookies());
         let mut event = None;
-        match value.map(|value| cookie::decode_cookie(&self.keys, &tuple, value)) {
+        match cookie_tsval.map(|value| cookie::decode_cookie(&self.keys, &tuple, value)) {
             Some(Cookie::Server(id)) if self.service(service_slot).server(id).is_some() => {
-                return Ok(self.deliver_to(service_slot, id, COUNTER));
+                return Ok(self.deliver_to(service_slot, id, DELIVERED_COUNTER));
             }
             Some(Cookie::TableIndex(number)) if self.service(service_slot).is_stateful() => {
-                match self.decide_by_index(service_slot, &tuple, number, COUNTER, sender.mac, now_ns) {
+                match self.decide_by_index(service_slot, &tuple, number, DELIVERED_COUNTER, sender.mac, now_ns) {
                     IndexLookup::Decided(decision, _) => return Ok(decision),
                     IndexLookup::UnknownConnection => event = Some(intf::LB_EVENT_CONNECTION_UNKNOWN),
                     IndexLookup::UnknownServer => {}
@@ -173,60 +180,69 @@ impl LoadBalancer {
             }
             _ => {}
         }
-        let flow = self
+        let flow_entry = self
             .find_flow(service_slot, &tuple, protocol)
             .filter(|entry| self.is_usable(service_slot, entry.server, false));
-        let decision = match (flow, self.service(service_slot).other_balancer()) {
-            (Some(entry), _) => self.deliver_to(service_slot, entry.server, COUNTER),
+        let decision = match (flow_entry, self.service(service_slot).other_balancer()) {
+            (Some(entry), _) => self.deliver_to(service_slot, entry.server, DELIVERED_COUNTER),
             (None, Some(other)) => self.decide_other_balancer(service_slot, other),
             (None, None) => {
-                let over_rate = intf::LB_COUNTER_DROP_BROADCAST_RATE_LIMITED;
-                self.deliver_broadcast((service_slot, whole.client), intf::LIMITED_ICMP_ERROR, over_rate, now_ns)
+                let over_rate_counter = intf::LB_COUNTER_DROP_BROADCAST_RATE_LIMITED;
+                self.deliver_broadcast(
+                    (service_slot, whole.client),
+                    intf::LIMITED_ICMP_ERROR,
+                    over_rate_counter,
+                    now_ns,
+                )
             }
         };
         Ok(Decision { event, ..decision })
     }
 
-    fn decide_later_fragment(&self, whole: &IpPacket<'_>, read: &mut Option<usize>) -> Result<Decision, ParseEnd> {
-        let known = self.fragments.get(&FragmentKey::of(whole)).filter(|(service_slot, id)| {
+    fn decide_later_fragment(
+        &self,
+        whole: &IpPacket<'_>,
+        read: &mut Option<usize>,
+    ) -> Result<Decision, ParseEndCounter> {
+        let fragment_target = self.fragment_targets.get(&FragmentKey::of(whole)).filter(|(service_slot, id)| {
             self.services[*service_slot].as_ref().is_some_and(|service| service.server(*id).is_some())
         });
-        let (service_slot, id) = *known.ok_or(intf::LB_COUNTER_DROP_FRAGMENT)?;
+        let (service_slot, id) = *fragment_target.ok_or(intf::LB_COUNTER_DROP_FRAGMENT)?;
         *read = Some(service_slot);
         Ok(self.deliver_to(service_slot, id, intf::LB_COUNTER_FRAGMENT))
     }
 
-    fn remember_fragment(&mut self, whole: &IpPacket<'_>, service_slot: usize, decision: &Decision) {
+    fn record_first_fragment(&mut self, whole: &IpPacket<'_>, service_slot: usize, decision: &Decision) {
         if let (FragmentPart::First, true, Some(server)) = (whole.part, decision.forwards(), decision.server) {
-            self.fragments.insert(FragmentKey::of(whole), (service_slot, server));
+            self.fragment_targets.insert(FragmentKey::of(whole), (service_slot, server));
         }
     }
 
     fn count_connections(&mut self, decision: &Decision, to_server: Option<(usize, ServerId)>) {
         let Some((service, server)) = to_server else { return };
-        *self.opened_connections.entry(service).or_default() += u64::from(decision.opens);
-        let traffic: &mut ServerTraffic = self.traffic.entry(server).or_default();
-        traffic.opened += u64::from(decision.opens);
-        traffic.closed += u64::from(decision.closes);
+        *self.opened_connections_by_slot.entry(service).or_default() += u64::from(decision.opens_connection);
+        let traffic: &mut ServerTraffic = self.traffic_by_server.entry(server).or_default();
+        traffic.opened += u64::from(decision.opens_connection);
+        traffic.closed += u64::from(decision.closes_connection);
     }
 
     fn count_traffic(&mut self, server: ServerId, bytes: u64) {
         if self.settings.counts_traffic {
-            let traffic = self.traffic.entry(server).or_default();
-            traffic.packets += 1;
+            let traffic = self.traffic_by_server.entry(server).or_default();
+            traffic.packet_count += 1;
             traffic.bytes += bytes;
         }
     }
 
-    fn decide(&mut self, service_slot: usize, packet: &Packet, sender: &Sender, now_ns: u64) -> Decision {
+    fn decide(&mut self, service_slot: usize, packet: &Packet, sender: &FrameSource, now_ns: u64) -> Decision {
         let Some(transfer) = self.service(service_slot).mode.migration else {
-            return self.decide_without_counting(service_slot, packet, sender, now_ns);
+            return self.decide_within_mode(service_slot, packet, sender, now_ns);
         };
         let (other, first) = (transfer.other_balancer(), packet.flags & SYN != 0);
         if first && matches!(transfer, ServiceMigration::HandedOverTo(_)) {
             return self.decide_other_balancer(service_slot, other);
         }
-        let decision = self.decide_without_counting(service_slot, packet, sender, now_ns);
+        let decision = self.decide_within_mode(service_slot, packet, sender, now_ns);
         if decision.server.is_some() && !first { decision.with_previous_server(other.get()) } else { decision }
     }
 
@@ -236,8 +252,8 @@ impl LoadBalancer {
         match self.service(of.0).other_balancer() {
             Some(other) => self.decide_other_balancer(of.0, other),
             None => {
-                let over_rate = intf::LB_COUNTER_DROP_UNKNOWN_COOKIE;
-                self.deliver_broadcast(of, intf::LIMITED_UNKNOWN_COOKIE, over_rate, now_ns)
+                let over_rate_counter = intf::LB_COUNTER_DROP_UNKNOWN_COOKIE;
+                self.deliver_broadcast(of, intf::LIMITED_UNKNOWN_COOKIE, over_rate_counter, now_ns)
             }
         }
     }
@@ -251,18 +267,18 @@ impl LoadBalancer {
         Decision { server: None, ..to }
     }
 
-    fn decide_without_counting(
+    fn decide_within_mode(
         &mut self,
         service_slot: usize,
         packet: &Packet,
-        sender: &Sender,
+        sender: &FrameSource,
         now_ns: u64,
     ) -> Decision {
         let service = self.service(service_slot);
         let mode = service.mode;
-        let first = packet.flags & SYN != 0;
+        let is_syn = packet.flags & SYN != 0;
         if self.is_lb_stamped(service_slot) {
-            return match first && packet.tsecr.is_some() {
+            return match is_syn && packet.tsecr.is_some() {
                 true => match self.find_unstamped_server(service_slot, packet) {
                     Some(id) => self.deliver_to(service_slot, id, intf::LB_COUNTER_NEW_CONNECTION),
                     None => self.decide_by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION),
@@ -271,13 +287,13 @@ impl LoadBalancer {
             };
         }
         match (mode.consistency, packet.tsecr.filter(|_| service.has_cookies())) {
-            (Consistency::None, _) => self.decide_by_rule(service_slot, packet, placement_counter(first)),
+            (Consistency::None, _) => self.decide_by_rule(service_slot, packet, placement_counter(is_syn)),
             (Consistency::HashTable, _) => self.decide_by_hash_table(service_slot, packet),
             (Consistency::Beamer, _) | (_, None) => self.decide_without_cookie(service_slot, packet, now_ns),
-            (Consistency::Stateful, Some(tsecr)) if first => {
-                self.decide_new_stateful(service_slot, packet, tsecr, sender.bytes)
+            (Consistency::Stateful, Some(tsecr)) if is_syn => {
+                self.decide_stateful_syn(service_slot, packet, tsecr, sender.frame_bytes)
             }
-            (Consistency::Stateless, Some(_)) if first => {
+            (Consistency::Stateless, Some(_)) if is_syn => {
                 self.decide_by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION)
             }
             (Consistency::Stateless | Consistency::Stateful, Some(tsecr)) => {
@@ -290,7 +306,7 @@ impl LoadBalancer {
     /// is unknown.
     pub(super) fn deliver_to(&self, service_slot: usize, id: ServerId, counter: intf::lb_counter) -> Decision {
         match self.service(service_slot).server(id).and_then(|server| server.mac) {
-            Some(mac) => Decision { destination: mac, server: Some(id), ..Decision::from_counter(counter) },
+            Some(mac) => Decision { destination_mac: mac, server: Some(id), ..Decision::from_counter(counter) },
             None => Decision::from_counter(intf::LB_COUNTER_DROP_SERVER_UNRESOLVED),
         }
     }
@@ -302,9 +318,11 @@ impl LoadBalancer {
         counter: intf::lb_counter,
     ) -> Decision {
         let service = self.services[service_slot].as_mut().expect("in the directory");
-        let recent = (packet.protocol == Protocol::Tcp).then_some(&mut self.recent_placements);
-        match service.place(service_slot, recent, &packet.tuple()) {
-            Some(id) => self.deliver_to(service_slot, id, counter).opening(counter == placement_counter(true)),
+        let recent_placements = (packet.protocol == Protocol::Tcp).then_some(&mut self.recent_placements);
+        match service.select_server(service_slot, recent_placements, &packet.tuple()) {
+            Some(id) => {
+                self.deliver_to(service_slot, id, counter).with_opens_connection(counter == placement_counter(true))
+            }
             None => Decision::from_counter(intf::LB_COUNTER_DROP_NO_ELIGIBLE_SERVER),
         }
     }
@@ -314,14 +332,14 @@ impl LoadBalancer {
         service_slot: usize,
         packet: &Packet,
         tsecr: u32,
-        sender: &Sender,
+        sender: &FrameSource,
         now_ns: u64,
     ) -> Decision {
         let tuple = packet.tuple();
         match cookie::decode_cookie(&self.keys, &tuple, tsecr) {
-            Cookie::Server(id) if self.service(service_slot).server(id).is_some() => {
-                self.deliver_to(service_slot, id, intf::LB_COUNTER_ESTABLISHED).closing(packet.is_closing())
-            }
+            Cookie::Server(id) if self.service(service_slot).server(id).is_some() => self
+                .deliver_to(service_slot, id, intf::LB_COUNTER_ESTABLISHED)
+                .with_closes_connection(packet.is_closing()),
             Cookie::TableIndex(number) if self.service(service_slot).is_stateful() => {
                 match self.decide_by_index(
                     service_slot,
@@ -332,9 +350,9 @@ impl LoadBalancer {
                     now_ns,
                 ) {
                     IndexLookup::Decided(decision, None) => decision,
-                    IndexLookup::Decided(decision, Some(index)) => {
-                        decision.closing(self.stateful.update(index, sender.bytes, packet.is_closing()))
-                    }
+                    IndexLookup::Decided(decision, Some(index)) => decision.with_closes_connection(
+                        self.connection_table_state.update(index, sender.frame_bytes, packet.is_closing()),
+                    ),
                     IndexLookup::UnknownConnection => self
                         .decide_unknown((service_slot, packet.client.ip()), now_ns)
                         .with_event(intf::LB_EVENT_CONNECTION_UNKNOWN),
@@ -354,10 +372,10 @@ impl LoadBalancer {
     /// Returns the flow entry of the bucket's server, if it may get the packet, and a decision that carries the id of
     /// the bucket's previous server.
     pub(super) fn decide_by_bucket(&mut self, service_slot: usize, packet: &Packet) -> (Option<FlowEntry>, Decision) {
-        let first = packet.flags & SYN != 0;
+        let is_syn = packet.flags & SYN != 0;
         match self
             .bucket_entry(service_slot, packet)
-            .filter(|choice| self.is_usable(service_slot, choice.server, first))
+            .filter(|choice| self.is_usable(service_slot, choice.server, is_syn))
         {
             Some(choice) => {
                 let decision = self.deliver_to(service_slot, choice.server, intf::LB_COUNTER_BUCKET_HASH);
@@ -372,7 +390,7 @@ impl LoadBalancer {
     }
 
     /// Decides on a SYN without a usable flow entry. `stale` is its unusable flow entry, if it has one.
-    fn decide_new_without_cookie(
+    fn decide_syn_without_cookie(
         &mut self,
         service_slot: usize,
         packet: &Packet,
@@ -381,13 +399,13 @@ impl LoadBalancer {
         let (choice, decision) = self.decide_by_bucket(service_slot, packet);
         let (mut before, decision, kind) = match (choice, stale) {
             (Some(_), None) => return decision,
-            (Some(choice), Some(_)) => (choice.previous_server, decision, FlowEntryKind::Hint),
+            (Some(choice), Some(_)) => (choice.previous_server, decision, FlowEntryNeed::Hint),
             (None, _) => {
-                let bucket = self.bucket_entry(service_slot, packet).map(|choice| choice.server);
+                let bucket_server = self.bucket_entry(service_slot, packet).map(|choice| choice.server);
                 (
-                    bucket,
+                    bucket_server,
                     self.decide_by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION),
-                    FlowEntryKind::Needed,
+                    FlowEntryNeed::Needed,
                 )
             }
         };
@@ -407,19 +425,20 @@ impl LoadBalancer {
     }
 
     fn decide_without_cookie(&mut self, service_slot: usize, packet: &Packet, now_ns: u64) -> Decision {
-        let first = packet.flags & SYN != 0;
+        let is_syn = packet.flags & SYN != 0;
         let service = self.service(service_slot);
-        let by_bucket = service.mode.consistency == Consistency::Beamer;
-        let found = if by_bucket && !service.has_flows { None } else { self.find_packet_flow(service_slot, packet) };
-        if let Some(entry) = found.filter(|entry| self.is_usable(service_slot, entry.server, first)) {
+        let is_beamer = service.mode.consistency == Consistency::Beamer;
+        let flow_entry =
+            if is_beamer && !service.has_flows { None } else { self.find_packet_flow(service_slot, packet) };
+        if let Some(entry) = flow_entry.filter(|entry| self.is_usable(service_slot, entry.server, is_syn)) {
             return self
                 .deliver_to(service_slot, entry.server, intf::LB_COUNTER_FLOW_TABLE)
                 .with_previous_server(entry.encode_state_field());
         }
-        if first {
-            return self.decide_new_without_cookie(service_slot, packet, found);
+        if is_syn {
+            return self.decide_syn_without_cookie(service_slot, packet, flow_entry);
         }
-        if by_bucket {
+        if is_beamer {
             return self.decide_by_bucket(service_slot, packet).1;
         }
         if packet.flags & RST != 0 {
@@ -435,32 +454,33 @@ impl LoadBalancer {
         }
         let (choice, decision) = self.decide_by_bucket(service_slot, packet);
         match choice.filter(|_| decision.forwards()) {
-            Some(choice) => self.with_flow_entry(service_slot, packet, choice, FlowEntryKind::Hint, decision),
+            Some(choice) => self.with_flow_entry(service_slot, packet, choice, FlowEntryNeed::Hint, decision),
             None => decision,
         }
     }
 
     fn decide_by_hash_table(&mut self, service_slot: usize, packet: &Packet) -> Decision {
-        let syn = packet.flags & SYN != 0;
-        let udp = packet.protocol == Protocol::Udp;
+        let is_syn = packet.flags & SYN != 0;
+        let is_udp = packet.protocol == Protocol::Udp;
         // A datagram without a known flow begins one.
-        let first = syn || udp;
-        let known =
-            self.find_packet_flow(service_slot, packet).filter(|entry| self.is_usable(service_slot, entry.server, syn));
-        if let Some(entry) = known.filter(|entry| !udp || !self.service(service_slot).is_down(entry.server)) {
+        let opens_flow = is_syn || is_udp;
+        let flow_entry = self
+            .find_packet_flow(service_slot, packet)
+            .filter(|entry| self.is_usable(service_slot, entry.server, is_syn));
+        if let Some(entry) = flow_entry.filter(|entry| !is_udp || !self.service(service_slot).is_down(entry.server)) {
             return self.deliver_to(
                 service_slot,
                 entry.server,
-                if syn { placement_counter(true) } else { intf::LB_COUNTER_FLOW_TABLE },
+                if is_syn { placement_counter(true) } else { intf::LB_COUNTER_FLOW_TABLE },
             );
         }
-        if let Some(other) = self.service(service_slot).other_balancer().filter(|_| !first) {
+        if let Some(other) = self.service(service_slot).other_balancer().filter(|_| !opens_flow) {
             return self.decide_other_balancer(service_slot, other);
         }
-        let decision = self.decide_by_rule(service_slot, packet, placement_counter(first));
-        match (decision.server.filter(|_| first), known) {
+        let decision = self.decide_by_rule(service_slot, packet, placement_counter(opens_flow));
+        match (decision.server.filter(|_| opens_flow), flow_entry) {
             (Some(server), _) => {
-                self.with_flow_entry(service_slot, packet, FlowEntry::of(server), FlowEntryKind::Needed, decision)
+                self.with_flow_entry(service_slot, packet, FlowEntry::of(server), FlowEntryNeed::Needed, decision)
             }
             (None, Some(entry)) => self.deliver_to(service_slot, entry.server, intf::LB_COUNTER_FLOW_TABLE),
             (None, None) => decision,
@@ -472,11 +492,11 @@ impl LoadBalancer {
         service_slot: usize,
         packet: &Packet,
         entry: FlowEntry,
-        kind: FlowEntryKind,
+        kind: FlowEntryNeed,
         decision: Decision,
     ) -> Decision {
-        let entered = self.insert_flow(service_slot, packet, entry, kind);
-        Decision { event: entered.then_some(intf::LB_EVENT_FLOW_INSERTED), ..decision }
+        let is_inserted = self.insert_flow(service_slot, packet, entry, kind);
+        Decision { event: is_inserted.then_some(intf::LB_EVENT_FLOW_INSERTED), ..decision }
     }
 
     /// Broadcasts a packet within the rate limits. `of` is the service's slot and the packet's source.
@@ -490,19 +510,25 @@ impl LoadBalancer {
         if self.service(of.0).mode.forwarding.encapsulates() || !self.has_broadcast_vlan(of.0) {
             return Decision::from_counter(intf::LB_COUNTER_DROP_NOT_BROADCAST);
         }
-        if !self.broadcast.take_tokens(&self.stateful.key, of, reason, &self.settings.broadcast_rates, now_ns) {
+        if !self.broadcast_limiter.take_tokens(
+            &self.connection_table_state.key,
+            of,
+            reason,
+            &self.settings.broadcast_rates,
+            now_ns,
+        ) {
             return Decision::from_counter(over_rate);
         }
-        let lost = reason == intf::LIMITED_OWNER_LOST;
+        let is_owner_lost = reason == intf::LIMITED_OWNER_LOST;
         Decision::forward(
-            if lost { intf::LB_COUNTER_BROADCAST_OWNER_LOST } else { intf::LB_COUNTER_BROADCAST },
-            BROADCAST,
+            if is_owner_lost { intf::LB_COUNTER_BROADCAST_OWNER_LOST } else { intf::LB_COUNTER_BROADCAST },
+            BROADCAST_MAC,
         )
     }
 }
 
 /// Returns whether a packet with the protocol number of ICMP or ICMPv6 is of that protocol's family.
-fn is_icmp(packet: &IpPacket<'_>) -> bool {
+fn is_icmp_of_its_family(packet: &IpPacket<'_>) -> bool {
     packet.vip.is_ipv6() == (packet.protocol == PROTOCOL_ICMPV6)
 }
 

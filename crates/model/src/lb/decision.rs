@@ -3,7 +3,7 @@
 use coreward_intf as intf;
 
 use super::packet::Tsecr;
-use super::{Mac, Outcome, XdpVerdict};
+use super::{MacAddress, Outcome, XdpVerdict};
 use crate::ServerId;
 
 /// New value of the identification field in the IP header.
@@ -11,41 +11,41 @@ use crate::ServerId;
 pub(super) enum Identification {
     Unchanged,
     /// Id of the bucket's previous server, or `NO_SERVER`.
-    PreviousServer(u16),
+    PreviousServerId(u16),
 }
 
 /// Outcome of a packet; for a forwarded packet also its destination and its changes.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Decision {
     pub counter: intf::lb_counter,
-    pub destination: Mac,
+    pub destination_mac: MacAddress,
     pub server: Option<ServerId>,
     pub identification: Identification,
     /// TSecr that is replaced, and its new value.
     pub tsecr: Option<(Tsecr, u32)>,
     pub event: Option<intf::lb_event>,
     /// Whether the placement rule selected the server of a new connection.
-    pub opens: bool,
+    pub opens_connection: bool,
     /// Whether the packet ends a connection that its cookie identifies.
-    pub closes: bool,
+    pub closes_connection: bool,
 }
 
 impl Decision {
     pub fn from_counter(counter: intf::lb_counter) -> Self {
         Self {
             counter,
-            destination: [0; 6],
+            destination_mac: [0; 6],
             server: None,
             identification: Identification::Unchanged,
             tsecr: None,
             event: None,
-            opens: false,
-            closes: false,
+            opens_connection: false,
+            closes_connection: false,
         }
     }
 
-    pub fn forward(counter: intf::lb_counter, destination: Mac) -> Self {
-        Self { destination, ..Self::from_counter(counter) }
+    pub fn forward(counter: intf::lb_counter, destination_mac: MacAddress) -> Self {
+        Self { destination_mac, ..Self::from_counter(counter) }
     }
 
     /// Returns the decision with `value` as the packet's new TSecr.
@@ -53,12 +53,12 @@ impl Decision {
         Self { tsecr: Some((tsecr, value)), ..self }
     }
 
-    pub fn opening(self, opens: bool) -> Self {
-        Self { opens, ..self }
+    pub fn with_opens_connection(self, opens: bool) -> Self {
+        Self { opens_connection: opens, ..self }
     }
 
-    pub fn closing(self, closes: bool) -> Self {
-        Self { closes, ..self }
+    pub fn with_closes_connection(self, closes: bool) -> Self {
+        Self { closes_connection: closes, ..self }
     }
 
     pub fn with_identification(self, identification: Identification) -> Self {
@@ -75,17 +75,17 @@ impl Decision {
     }
 
     pub fn with_previous_server(self, before: u16) -> Self {
-        Self { identification: Identification::PreviousServer(before), ..self }
+        Self { identification: Identification::PreviousServerId(before), ..self }
     }
 
     pub fn forwards(&self) -> bool {
         self.outcome(None).verdict() == XdpVerdict::Transmit
     }
 
-    pub fn outcome(&self, service: Option<usize>) -> Outcome {
+    pub fn outcome(&self, service_slot: Option<usize>) -> Outcome {
         let server = self.server.filter(|_| self.counter < intf::LB_COUNTER_DROP_MALFORMED_IPV4);
-        let reported_entry = self.tsecr.map(|(_, value)| value).filter(|value| *value != 0 && server.is_some());
-        let reported_entry = reported_entry.filter(|_| self.counter == intf::LB_COUNTER_NEW_CONNECTION);
-        Outcome { counter: self.counter, service, server, reported_entry, event: self.event }
+        let syn_table_entry = self.tsecr.map(|(_, value)| value).filter(|value| *value != 0 && server.is_some());
+        let syn_table_entry = syn_table_entry.filter(|_| self.counter == intf::LB_COUNTER_NEW_CONNECTION);
+        Outcome { counter: self.counter, service: service_slot, server, syn_table_entry, event: self.event }
     }
 }

@@ -6,21 +6,21 @@ use coreward_intf as intf;
 
 use super::ip_packet::ETHERNET_HEADER_BYTES;
 use super::packet::{self, ETHERTYPE_IPV4};
-use super::packet_ipv6::{ETHERTYPE_IPV6, IPV6_HEADER};
-use super::{LoadBalancer, Mac};
+use super::packet_ipv6::{ETHERTYPE_IPV6, IPV6_HEADER_BYTES};
+use super::{LoadBalancer, MacAddress};
 use crate::ServerId;
-use crate::forwarding::{Forwarding, flow_port};
+use crate::forwarding::{Forwarding, gue_source_port};
 
 /// TTL or hop limit of outer headers.
-const TTL: u8 = 64;
-const DONT_FRAGMENT: u8 = 0x40;
+const OUTER_TTL: u8 = 64;
+const DONT_FRAGMENT_FLAG: u8 = 0x40;
 const PROTOCOL_IPV4: u8 = 4;
 const PROTOCOL_IPV6: u8 = 41;
 const PROTOCOL_UDP: u8 = 17;
 
 /// Variable fields of the outer header of packets to one server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Tunnel {
+pub struct TunnelEndpoint {
     /// Destination address of the outer header, which decides its address family.
     pub address: IpAddr,
     /// Source port of GUE; `None` if it is derived from the flow.
@@ -33,7 +33,7 @@ pub struct OuterHeader {
     /// Source address of IPv4 outer headers.
     pub address: Ipv4Addr,
     /// Source address of IPv6 outer headers.
-    pub address_ipv6: Ipv6Addr,
+    pub source_ipv6: Ipv6Addr,
     /// Maximum length in bytes of a packet that leaves, its outer header included.
     pub mtu: usize,
 }
@@ -52,29 +52,29 @@ pub(super) struct IpHeaderFields {
 
 impl LoadBalancer {
     /// Sets the outer header of packets to a server.
-    pub fn set_tunnel(&mut self, id: ServerId, tunnel: Tunnel) {
-        self.tunnels.insert(id, tunnel);
+    pub fn set_tunnel(&mut self, id: ServerId, tunnel: TunnelEndpoint) {
+        self.tunnel_by_server.insert(id, tunnel);
     }
 
     /// Puts an outer header before the packet in `frame`. Together they must not exceed the MTU.
-    pub(super) fn encapsulate(&self, frame: &mut Vec<u8>, forwarding: Forwarding, tunnel: Tunnel) {
+    pub(super) fn encapsulate(&self, frame: &mut Vec<u8>, forwarding: Forwarding, tunnel: TunnelEndpoint) {
         let (client, ports) = packet::client_and_ports(frame);
-        let flow = flow_port(client, ports);
+        let flow_port = gue_source_port(client, ports);
         let inner_protocol = if client.is_ipv4() { PROTOCOL_IPV4 } else { PROTOCOL_IPV6 };
         let header = IpHeaderFields {
             traffic_class: packet::traffic_class(frame),
-            flow_label: flow,
-            length: packet::ip_length(frame) + forwarding.overhead(tunnel.address),
+            flow_label: flow_port,
+            length: packet::ip_packet_bytes(frame) + forwarding.overhead_bytes(tunnel.address),
             protocol: if forwarding == Forwarding::Ipip { inner_protocol } else { PROTOCOL_UDP },
         };
-        let own = self.settings.outer_header;
+        let own_header = self.settings.outer_header;
         let (ethertype, mut outer) = match tunnel.address {
-            IpAddr::V4(address) => (ETHERTYPE_IPV4, header.ipv4(own.address, address)),
-            IpAddr::V6(address) => (ETHERTYPE_IPV6, header.ipv6(own.address_ipv6, address)),
+            IpAddr::V4(address) => (ETHERTYPE_IPV4, header.ipv4_header(own_header.address, address)),
+            IpAddr::V6(address) => (ETHERTYPE_IPV6, header.ipv6_header(own_header.source_ipv6, address)),
         };
         if forwarding == Forwarding::Gue {
-            let port = tunnel.source_port.unwrap_or(flow);
-            for word in [port, intf::GUE_PORT as u16, (header.length - outer.len()) as u16, 0] {
+            let source_port = tunnel.source_port.unwrap_or(flow_port);
+            for word in [source_port, intf::GUE_PORT as u16, (header.length - outer.len()) as u16, 0] {
                 outer.extend(word.to_be_bytes());
             }
         }
@@ -83,9 +83,10 @@ impl LoadBalancer {
 }
 
 impl IpHeaderFields {
-    pub(super) fn ipv4(&self, source: Ipv4Addr, destination: Ipv4Addr) -> Vec<u8> {
+    pub(super) fn ipv4_header(&self, source: Ipv4Addr, destination: Ipv4Addr) -> Vec<u8> {
         let [high, low] = (self.length as u16).to_be_bytes();
-        let mut header = vec![0x45, self.traffic_class, high, low, 0, 0, DONT_FRAGMENT, 0, TTL, self.protocol, 0, 0];
+        let mut header =
+            vec![0x45, self.traffic_class, high, low, 0, 0, DONT_FRAGMENT_FLAG, 0, OUTER_TTL, self.protocol, 0, 0];
         header.extend(source.octets());
         header.extend(destination.octets());
         let checksum = packet::checksum(&header);
@@ -93,11 +94,11 @@ impl IpHeaderFields {
         header
     }
 
-    pub(super) fn ipv6(&self, source: Ipv6Addr, destination: Ipv6Addr) -> Vec<u8> {
-        let first = 6 << 28 | u32::from(self.traffic_class) << 20 | u32::from(self.flow_label);
-        let mut header = first.to_be_bytes().to_vec();
-        header.extend(((self.length - IPV6_HEADER) as u16).to_be_bytes());
-        header.extend([self.protocol, TTL]);
+    pub(super) fn ipv6_header(&self, source: Ipv6Addr, destination: Ipv6Addr) -> Vec<u8> {
+        let first_word = 6 << 28 | u32::from(self.traffic_class) << 20 | u32::from(self.flow_label);
+        let mut header = first_word.to_be_bytes().to_vec();
+        header.extend(((self.length - IPV6_HEADER_BYTES) as u16).to_be_bytes());
+        header.extend([self.protocol, OUTER_TTL]);
         header.extend(source.octets());
         header.extend(destination.octets());
         header
@@ -107,28 +108,28 @@ impl IpHeaderFields {
 /// Returns no addresses and no limit, for load balancers whose services do not encapsulate.
 impl Default for OuterHeader {
     fn default() -> Self {
-        Self { address: Ipv4Addr::UNSPECIFIED, address_ipv6: Ipv6Addr::UNSPECIFIED, mtu: usize::from(u16::MAX) }
+        Self { address: Ipv4Addr::UNSPECIFIED, source_ipv6: Ipv6Addr::UNSPECIFIED, mtu: usize::from(u16::MAX) }
     }
 }
 
 /// Sets the destination and source MAC addresses of a frame.
-pub(super) fn set_macs(frame: &mut [u8], destination: Mac, source: Mac) {
+pub(super) fn set_macs(frame: &mut [u8], destination: MacAddress, source: MacAddress) {
     frame[..6].copy_from_slice(&destination);
     frame[6..12].copy_from_slice(&source);
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::packet::IPV4_HEADER;
+    use super::super::packet::IPV4_HEADER_BYTES;
     use super::*;
 
     #[test]
-    fn header_checksum_equals_a_known_example() {
+    fn ipv4_header_checksum_verifies() {
         // The header of a captured packet: 10.0.0.1 to 10.9.0.2, 60 bytes of TCP in IP-in-IP.
         let header = IpHeaderFields { traffic_class: 0, flow_label: 0, length: 80, protocol: PROTOCOL_IPV4 };
-        let header = header.ipv4(Ipv4Addr::new(10, 0, 0, 1), Ipv4Addr::new(10, 9, 0, 2));
-        let sum: u32 = header.chunks(2).map(|word| u32::from(u16::from_be_bytes([word[0], word[1]]))).sum();
-        assert_eq!((sum & 0xffff) + (sum >> 16), 0xffff);
-        assert_eq!(header.len(), IPV4_HEADER);
+        let header = header.ipv4_header(Ipv4Addr::new(10, 0, 0, 1), Ipv4Addr::new(10, 9, 0, 2));
+        let word_sum: u32 = header.chunks(2).map(|word| u32::from(u16::from_be_bytes([word[0], word[1]]))).sum();
+        assert_eq!((word_sum & 0xffff) + (word_sum >> 16), 0xffff);
+        assert_eq!(header.len(), IPV4_HEADER_BYTES);
     }
 }

@@ -13,9 +13,9 @@ use crate::connection_table::{ClockTicks, ConnectionHash};
 use crate::tuple::Protocol;
 use crate::{FourTuple, ServerId};
 
-const ENTRY_COUNT: usize = intf::FLOW_SET_ENTRIES as usize;
+const ENTRIES_PER_SET: usize = intf::FLOW_SET_ENTRIES as usize;
 /// Number of 64-bit words of a set: `flow` and `use` of `struct flow_set`.
-const SET_WORDS: usize = size_of::<intf::flow_set>() / size_of::<u64>();
+const WORDS_PER_SET: usize = size_of::<intf::flow_set>() / size_of::<u64>();
 
 /// Entry of the flow table: the destination of a flow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,12 +52,12 @@ impl HandshakeState {
     /// Returns whether the client's TSecr `tsecr` may be the TSval of the unstamped SYN-ACK.
     pub(super) fn is_answered_by(self, tsecr: u32) -> bool {
         let Self::HalfOpen(time) = self else { return false };
-        let difference = (tsecr >> intf::HALF_OPEN_TIME_SHIFT).wrapping_sub(time.into());
+        let time_difference = (tsecr >> intf::HALF_OPEN_TIME_SHIFT).wrapping_sub(time.into());
         let tolerance = intf::HALF_OPEN_TIME_TOLERANCE;
-        difference.wrapping_add(tolerance) & intf::HALF_OPEN_TIME_MASK <= 2 * tolerance
+        time_difference.wrapping_add(tolerance) & intf::HALF_OPEN_TIME_MASK <= 2 * tolerance
     }
 
-    fn from_field(field: u16) -> Self {
+    fn from_state_field(field: u16) -> Self {
         match u32::from(field) {
             intf::STAMPED_FLOW => Self::Stamped,
             field if field & intf::HALF_OPEN_FLOW_MASK == intf::HALF_OPEN_FLOW => {
@@ -70,7 +70,7 @@ impl HandshakeState {
 
 /// Kind of an entry of the flow table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum FlowEntryKind {
+pub(super) enum FlowEntryNeed {
     /// The bucket leads to the same server, unless it has moved since.
     Hint,
     /// Only the entry leads to the flow's server.
@@ -109,17 +109,17 @@ impl FlowEntry {
         }
     }
 
-    fn low_word(self) -> u64 {
+    fn flow_word_low_bits(self) -> u64 {
         u64::from(self.encode_state_field()) << intf::FLOW_PREVIOUS_SHIFT | u64::from(self.server.get())
     }
 
-    fn from_word(word: u64) -> Self {
-        let id = |bits: u64| ServerId::try_from(bits & 0xffff).ok();
-        let before = word >> intf::FLOW_PREVIOUS_SHIFT;
+    fn from_flow_word(word: u64) -> Self {
+        let server_id = |bits: u64| ServerId::try_from(bits & 0xffff).ok();
+        let state_field = word >> intf::FLOW_PREVIOUS_SHIFT;
         Self {
-            server: id(word).expect("an entry holds a server's id"),
-            previous_server: id(before),
-            handshake: HandshakeState::from_field(before as u16),
+            server: server_id(word).expect("an entry holds a server's id"),
+            previous_server: server_id(state_field),
+            handshake: HandshakeState::from_state_field(state_field as u16),
         }
     }
 }
@@ -133,7 +133,7 @@ pub(super) struct FlowTable {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct FlowKey {
     hash: ConnectionHash,
-    service: u64,
+    service_slot: u64,
     protocol: Protocol,
 }
 
@@ -143,24 +143,24 @@ impl FlowKey {
     }
 }
 
-fn flow_use_service(used: u64) -> u64 {
+fn service_slot_of_use(used: u64) -> u64 {
     used >> intf::FLOW_SERVICE_SHIFT & 0xffff
 }
 
-fn age(used: u64, now: ClockTicks) -> u64 {
+fn age_ticks(used: u64, now: ClockTicks) -> u64 {
     (now.0.wrapping_sub(used as u32) as i32).max(0) as u64
 }
 
-fn is_idle(used: u64, now: ClockTicks) -> bool {
-    let limit =
+fn is_use_idle(used: u64, now: ClockTicks) -> bool {
+    let idle_limit_ticks =
         if used >> intf::FLOW_UDP_SHIFT & 1 == 1 { intf::FLOW_IDLE_UDP_TICKS } else { intf::FLOW_IDLE_TCP_TICKS };
-    age(used, now) > u64::from(limit)
+    age_ticks(used, now) > u64::from(idle_limit_ticks)
 }
 
 impl FlowTable {
     /// Returns an empty table of `sets` sets; at least one.
     pub fn new(sets: u32) -> Self {
-        Self { words: vec![0; sets as usize * SET_WORDS] }
+        Self { words: vec![0; sets as usize * WORDS_PER_SET] }
     }
 
     /// Returns the 64-bit words of the whole table.
@@ -169,55 +169,67 @@ impl FlowTable {
     }
 
     fn flow_set_mut(&mut self, key: FlowKey) -> (&mut [u64], &mut [u64]) {
-        let sets = (self.words.len() / SET_WORDS) as u64;
-        let set = ((u64::from(key.hash.low_half()) * sets) >> 32) as usize;
-        self.words[set * SET_WORDS..][..SET_WORDS].split_at_mut(ENTRY_COUNT)
+        let set_count = (self.words.len() / WORDS_PER_SET) as u64;
+        let set_index = ((u64::from(key.hash.low_half()) * set_count) >> 32) as usize;
+        self.words[set_index * WORDS_PER_SET..][..WORDS_PER_SET].split_at_mut(ENTRIES_PER_SET)
     }
 
     /// Returns the entry of a flow, and marks it as used at `now`.
     pub fn find(&mut self, key: FlowKey, now: ClockTicks) -> Option<FlowEntry> {
         let (flows, used) = self.flow_set_mut(key);
         let position = flows.iter().position(|flow| flow >> intf::FLOW_TAG_SHIFT == key.tag())?;
-        if is_idle(used[position], now) {
+        if is_use_idle(used[position], now) {
             return None;
         }
         used[position] = used[position] & !u64::from(u32::MAX) | u64::from(now.0);
-        Some(FlowEntry::from_word(flows[position]))
+        Some(FlowEntry::from_flow_word(flows[position]))
     }
 
     /// Inserts or changes the entry of a flow. Returns false if the entry is a hint for which there is no room.
-    pub fn insert(&mut self, key: FlowKey, entry: FlowEntry, kind: FlowEntryKind, now: ClockTicks) -> bool {
+    pub fn insert(&mut self, key: FlowKey, entry: FlowEntry, kind: FlowEntryNeed, now: ClockTicks) -> bool {
         let (flows, used) = self.flow_set_mut(key);
         // Criteria of replacement, most important first.
-        let rank = |position: usize| {
+        let replacement_rank = |position: usize| {
             let (flow, use_of) = (flows[position], used[position]);
             let is_flow = flow >> intf::FLOW_TAG_SHIFT == key.tag();
-            let is_free = flow == 0 || is_idle(use_of, now);
+            let is_replaceable = flow == 0 || is_use_idle(use_of, now);
             let is_hint = use_of >> intf::FLOW_HINT_SHIFT & 1 == 1;
-            let own = flow_use_service(use_of) == key.service;
-            let of_service = used.iter().filter(|other| flow_use_service(**other) == flow_use_service(use_of)).count();
-            let half_open = HandshakeState::from_field((flow >> intf::FLOW_PREVIOUS_SHIFT) as u16).is_half_open();
-            (is_flow, is_free, is_hint, of_service + usize::from(own), own, half_open, age(use_of, now))
+            let is_own_service = service_slot_of_use(use_of) == key.service_slot;
+            let same_service_count =
+                used.iter().filter(|other| service_slot_of_use(**other) == service_slot_of_use(use_of)).count();
+            let is_half_open =
+                HandshakeState::from_state_field((flow >> intf::FLOW_PREVIOUS_SHIFT) as u16).is_half_open();
+            (
+                is_flow,
+                is_replaceable,
+                is_hint,
+                same_service_count + usize::from(is_own_service),
+                is_own_service,
+                is_half_open,
+                age_ticks(use_of, now),
+            )
         };
-        let position = (0..ENTRY_COUNT).rev().max_by_key(|position| rank(*position)).expect("a set has entries");
-        let (is_flow, is_free, is_hint, ..) = rank(position);
-        if kind == FlowEntryKind::Hint && !(is_flow || is_free || is_hint) {
+        let position =
+            (0..ENTRIES_PER_SET).rev().max_by_key(|position| replacement_rank(*position)).expect("a set has entries");
+        let (is_flow, is_free, is_hint, ..) = replacement_rank(position);
+        if kind == FlowEntryNeed::Hint && !(is_flow || is_free || is_hint) {
             return false;
         }
-        flows[position] = key.tag() << intf::FLOW_TAG_SHIFT | entry.low_word();
-        used[position] = u64::from(kind == FlowEntryKind::Hint) << intf::FLOW_HINT_SHIFT
+        flows[position] = key.tag() << intf::FLOW_TAG_SHIFT | entry.flow_word_low_bits();
+        used[position] = u64::from(kind == FlowEntryNeed::Hint) << intf::FLOW_HINT_SHIFT
             | u64::from(key.protocol == Protocol::Udp) << intf::FLOW_UDP_SHIFT
-            | key.service << intf::FLOW_SERVICE_SHIFT
+            | key.service_slot << intf::FLOW_SERVICE_SHIFT
             | u64::from(now.0);
         true
     }
 
     /// Removes all flows of the service in slot `service`.
     pub fn remove_service(&mut self, service: usize) {
-        for set in self.words.chunks_mut(SET_WORDS) {
-            let (flows, used) = set.split_at_mut(ENTRY_COUNT);
-            let theirs = flows.iter_mut().zip(used).filter(|(_, used)| flow_use_service(**used) == service as u64);
-            theirs.for_each(|(flow, _)| *flow = 0);
+        for set in self.words.chunks_mut(WORDS_PER_SET) {
+            let (flows, used) = set.split_at_mut(ENTRIES_PER_SET);
+            let flows_of_service =
+                flows.iter_mut().zip(used).filter(|(_, used)| service_slot_of_use(**used) == service as u64);
+            flows_of_service.for_each(|(flow, _)| *flow = 0);
         }
     }
 }
@@ -225,13 +237,13 @@ impl FlowTable {
 impl LoadBalancer {
     fn flow_key(&self, service: usize, tuple: &FourTuple, protocol: Protocol) -> FlowKey {
         let hash = self.connection_hash(service, tuple);
-        FlowKey { hash, service: service as u64, protocol }
+        FlowKey { hash, service_slot: service as u64, protocol }
     }
 
     /// Returns the entry of a flow, even if the service no longer has its server.
     pub(super) fn find_flow(&mut self, service: usize, tuple: &FourTuple, protocol: Protocol) -> Option<FlowEntry> {
         let key = self.flow_key(service, tuple, protocol);
-        self.flows.find(key, self.stateful.clock)
+        self.flow_table.find(key, self.connection_table_state.clock)
     }
 
     pub(super) fn find_packet_flow(&mut self, service: usize, packet: &Packet) -> Option<FlowEntry> {
@@ -249,9 +261,9 @@ impl LoadBalancer {
         service: usize,
         packet: &Packet,
         entry: FlowEntry,
-        kind: FlowEntryKind,
+        kind: FlowEntryNeed,
     ) -> bool {
         let key = self.flow_key(service, &packet.tuple(), packet.protocol);
-        self.flows.insert(key, entry, kind, self.stateful.clock)
+        self.flow_table.insert(key, entry, kind, self.connection_table_state.clock)
     }
 }

@@ -7,24 +7,24 @@ use coreward_intf as intf;
 
 use super::LoadBalancer;
 use super::encapsulation::{IpHeaderFields, set_macs};
-use super::ip_packet::{ETHERNET_HEADER_BYTES, ICMP_HEADER, u16_at};
-use super::packet::{self, FRAGMENT_OFFSET_MASK, IPV4_HEADER, PROTOCOL_ICMP};
-use super::packet_ipv6::{self, IPV6_HEADER, PROTOCOL_ICMPV6};
+use super::ip_packet::{ETHERNET_HEADER_BYTES, ICMP_HEADER_BYTES, u16_at};
+use super::packet::{self, FRAGMENT_OFFSET_MASK, IPV4_HEADER_BYTES, PROTOCOL_ICMP};
+use super::packet_ipv6::{self, IPV6_HEADER_BYTES, PROTOCOL_ICMPV6};
 
 /// Number of bytes of the dropped packet that an ICMP error quotes.
 const QUOTED_BYTES_IPV4: usize = 68;
 const QUOTED_BYTES_IPV6: usize = 504;
-const INTERNETWORK_CONTROL: u8 = 0xc0;
-const DESTINATION_UNREACHABLE: u8 = 3;
-const FRAGMENTATION_NEEDED: u8 = 4;
-const PACKET_TOO_BIG: u8 = 2;
+const TOS_INTERNETWORK_CONTROL: u8 = 0xc0;
+const ICMP_DESTINATION_UNREACHABLE: u8 = 3;
+const ICMP_FRAGMENTATION_NEEDED: u8 = 4;
+const ICMPV6_PACKET_TOO_BIG: u8 = 2;
 /// Minimum MTU of an IPv6 link (RFC 8200, Sect. 5).
 const IPV6_MIN_MTU: usize = 1280;
 
 impl LoadBalancer {
     /// Drops the packet in `frame` to the service in slot `slot`, because it is longer than `mtu`. Replaces `frame` by
     /// an ICMP error to the packet's sender, if one may be sent. Returns the counter.
-    pub(super) fn drop_exceeding(
+    pub(super) fn drop_exceeding_mtu(
         &mut self,
         frame: &mut Vec<u8>,
         slot: usize,
@@ -33,15 +33,15 @@ impl LoadBalancer {
     ) -> intf::lb_counter {
         let is_ipv6 = packet_ipv6::is_ipv6(frame);
         let (source, may_answer) = match is_ipv6 {
-            true => (packet_ipv6::address_at(frame, ETHERNET_HEADER_BYTES + 8), may_answer_ipv6(frame)),
-            false => (packet::address_at(frame, ETHERNET_HEADER_BYTES + 12), may_answer(frame)),
+            true => (packet_ipv6::ipv6_address_at(frame, ETHERNET_HEADER_BYTES + 8), may_send_icmpv6_error(frame)),
+            false => (packet::ipv4_address_at(frame, ETHERNET_HEADER_BYTES + 12), may_send_icmp_error(frame)),
         };
-        let reason = intf::LIMITED_FRAGMENTATION_NEEDED;
+        let limit_reason = intf::LIMITED_FRAGMENTATION_NEEDED;
         let is_sent = may_answer
-            && self.broadcast.take_tokens(
-                &self.stateful.key,
+            && self.broadcast_limiter.take_tokens(
+                &self.connection_table_state.key,
                 (slot, source),
-                reason,
+                limit_reason,
                 &self.settings.broadcast_rates,
                 now_ns,
             );
@@ -55,7 +55,7 @@ impl LoadBalancer {
     }
 }
 
-fn may_answer(frame: &[u8]) -> bool {
+fn may_send_icmp_error(frame: &[u8]) -> bool {
     let packet = &frame[ETHERNET_HEADER_BYTES..];
     packet.len() >= QUOTED_BYTES_IPV4
         && packet[9] != PROTOCOL_ICMP
@@ -63,9 +63,9 @@ fn may_answer(frame: &[u8]) -> bool {
         && u16_at(packet, 6) & FRAGMENT_OFFSET_MASK == 0
 }
 
-fn may_answer_ipv6(frame: &[u8]) -> bool {
-    let IpAddr::V6(source) = packet_ipv6::address_at(frame, ETHERNET_HEADER_BYTES + 8) else { return false };
-    packet_ipv6::packet_length(frame) > IPV6_MIN_MTU
+fn may_send_icmpv6_error(frame: &[u8]) -> bool {
+    let IpAddr::V6(source) = packet_ipv6::ipv6_address_at(frame, ETHERNET_HEADER_BYTES + 8) else { return false };
+    packet_ipv6::packet_bytes(frame) > IPV6_MIN_MTU
         && frame[ETHERNET_HEADER_BYTES + 6] != PROTOCOL_ICMPV6
         && !source.is_multicast()
         && source != Ipv6Addr::UNSPECIFIED
@@ -73,32 +73,42 @@ fn may_answer_ipv6(frame: &[u8]) -> bool {
 
 /// Returns the ICMP error about the packet in `frame`, without MAC addresses.
 fn icmp_fragmentation_needed(frame: &[u8], mtu: usize) -> Vec<u8> {
-    let quoted = &frame[ETHERNET_HEADER_BYTES..][..QUOTED_BYTES_IPV4];
-    let [client, vip] = packet::ipv4_addresses(quoted);
-    let mut message = vec![DESTINATION_UNREACHABLE, FRAGMENTATION_NEEDED, 0, 0];
+    let quoted_packet = &frame[ETHERNET_HEADER_BYTES..][..QUOTED_BYTES_IPV4];
+    let [client, vip] = packet::ipv4_addresses(quoted_packet);
+    let mut message = vec![ICMP_DESTINATION_UNREACHABLE, ICMP_FRAGMENTATION_NEEDED, 0, 0];
     message.extend((mtu as u32).to_be_bytes());
-    message.extend(quoted);
+    message.extend(quoted_packet);
     let checksum = packet::checksum(&message);
     message[2..4].copy_from_slice(&checksum.to_be_bytes());
-    let length = IPV4_HEADER + ICMP_HEADER + QUOTED_BYTES_IPV4;
-    let header = IpHeaderFields { traffic_class: INTERNETWORK_CONTROL, flow_label: 0, length, protocol: PROTOCOL_ICMP };
-    [&frame[..ETHERNET_HEADER_BYTES], &header.ipv4(vip, client), &message].concat()
+    let packet_bytes = IPV4_HEADER_BYTES + ICMP_HEADER_BYTES + QUOTED_BYTES_IPV4;
+    let header = IpHeaderFields {
+        traffic_class: TOS_INTERNETWORK_CONTROL,
+        flow_label: 0,
+        length: packet_bytes,
+        protocol: PROTOCOL_ICMP,
+    };
+    [&frame[..ETHERNET_HEADER_BYTES], &header.ipv4_header(vip, client), &message].concat()
 }
 
 /// Returns the ICMPv6 error about the packet in `frame`, without MAC addresses.
 fn icmpv6_packet_too_big(frame: &[u8], mtu: usize) -> Vec<u8> {
-    let quoted = &frame[ETHERNET_HEADER_BYTES..][..QUOTED_BYTES_IPV6];
-    let address = |at: usize| Ipv6Addr::from(<[u8; 16]>::try_from(&quoted[at..at + 16]).expect("16 bytes"));
-    let (client, vip) = (address(8), address(24));
-    let mut message = vec![PACKET_TOO_BIG, 0, 0, 0];
+    let quoted_packet = &frame[ETHERNET_HEADER_BYTES..][..QUOTED_BYTES_IPV6];
+    let address_at_offset =
+        |at: usize| Ipv6Addr::from(<[u8; 16]>::try_from(&quoted_packet[at..at + 16]).expect("16 bytes"));
+    let (client, vip) = (address_at_offset(8), address_at_offset(24));
+    let mut message = vec![ICMPV6_PACKET_TOO_BIG, 0, 0, 0];
     message.extend((mtu.max(IPV6_MIN_MTU) as u32).to_be_bytes());
-    message.extend(quoted);
+    message.extend(quoted_packet);
     let pseudo_header =
         [&vip.octets()[..], &client.octets(), &(message.len() as u32).to_be_bytes(), &[0, 0, 0, PROTOCOL_ICMPV6]];
     let checksum = packet::checksum(&[&pseudo_header.concat()[..], &message].concat());
     message[2..4].copy_from_slice(&checksum.to_be_bytes());
-    let length = IPV6_HEADER + message.len();
-    let header =
-        IpHeaderFields { traffic_class: INTERNETWORK_CONTROL, flow_label: 0, length, protocol: PROTOCOL_ICMPV6 };
-    [&frame[..ETHERNET_HEADER_BYTES], &header.ipv6(vip, client), &message].concat()
+    let packet_bytes = IPV6_HEADER_BYTES + message.len();
+    let header = IpHeaderFields {
+        traffic_class: TOS_INTERNETWORK_CONTROL,
+        flow_label: 0,
+        length: packet_bytes,
+        protocol: PROTOCOL_ICMPV6,
+    };
+    [&frame[..ETHERNET_HEADER_BYTES], &header.ipv6_header(vip, client), &message].concat()
 }

@@ -5,14 +5,14 @@ use std::net::{IpAddr, SocketAddr};
 use coreward_intf as intf;
 
 pub(super) const ETHERNET_HEADER_BYTES: usize = 14;
-pub(super) const ICMP_HEADER: usize = 8;
+pub(super) const ICMP_HEADER_BYTES: usize = 8;
 /// Minimum number of bytes of an IP payload that an ICMP error quotes (RFC 792).
-pub(super) const QUOTED_BYTES: usize = 8;
+pub(super) const MIN_QUOTED_PAYLOAD_BYTES: usize = 8;
 
 /// Counter of a packet whose parsing ends early, as the reason.
-pub(super) type ParseEnd = intf::lb_counter;
+pub(super) type ParseEndCounter = intf::lb_counter;
 /// Counter of a packet that belongs to no service.
-pub(super) const NOT_A_SERVICE: ParseEnd = intf::LB_COUNTER_PASSED_NOT_SERVICE;
+pub(super) const NOT_A_SERVICE: ParseEndCounter = intf::LB_COUNTER_PASSED_NOT_SERVICE;
 
 pub(super) fn u16_at(frame: &[u8], offset: usize) -> u16 {
     u16::from_be_bytes([frame[offset], frame[offset + 1]])
@@ -35,7 +35,7 @@ pub(super) enum FragmentPart {
     Whole,
     /// The first of several fragments, which has the transport header.
     First,
-    Later,
+    LaterFragment,
 }
 
 /// An IP packet or a fragment of one.
@@ -52,7 +52,7 @@ pub(super) struct IpPacket<'a> {
 }
 
 /// Fields of the packet from VIP to client that an ICMP error quotes.
-pub(super) struct Quote {
+pub(super) struct QuotedPacket {
     pub protocol: u8,
     pub client: SocketAddr,
     pub vip: SocketAddr,

@@ -36,26 +36,26 @@ use std::net::IpAddr;
 
 use coreward_intf as intf;
 
-use crate::connection_table::{ClockTicks, Connection, ConnectionIndex, OwnerNumber, TableSize};
-use crate::consistency::{Consistency, ServiceMigration, ServiceMode, Timestamps};
-use crate::cookie::{CookieKey, FleetKeys};
+use crate::connection_table::{ClockTicks, Connection, ConnectionIndex, TableOwnerNumber, TableSize};
+use crate::consistency::{Consistency, ServiceMigration, ServiceMode, TimestampOrigin};
+use crate::cookie::{CookieKey, FleetCookieKeys};
 use crate::placement::PlacementTable;
 use crate::vlan::Vlan;
 use crate::{ServerId, ServiceAddress};
-pub use encapsulation::{OuterHeader, Tunnel};
+pub use encapsulation::{OuterHeader, TunnelEndpoint};
 pub use flow::FlowEntry;
 use flow::{FlowTable, FragmentKey};
 pub use lb_stamped::LbStampedServer;
 use lb_stamped::LbStamping;
-use place::{Placement, RecentPlacements};
+use place::{InstalledTable, RecentPlacements};
 use rate::BroadcastLimiter;
-pub use rate::{BroadcastRates, BroadcastReason, REASON_COUNT, Rate, TokenBucket, TokenBucketSelector};
+pub use rate::{BROADCAST_REASON_COUNT, BroadcastRates, BroadcastReason, TokenBucket, TokenBucketSelector, TokenRate};
 use stateful::ConnectionTableState;
-pub use stateful::Owner;
+pub use stateful::TableOwner;
 pub use vlan::Vlans;
 
 /// Ethernet address (MAC) in the byte order of frames.
-pub type Mac = [u8; 6];
+pub type MacAddress = [u8; 6];
 
 /// Return value of the XDP program for a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -89,7 +89,7 @@ pub struct Outcome {
     /// Server to which the frame was sent, if any.
     pub server: Option<ServerId>,
     /// Connection table entry that the TSecr of a SYN carries to the server, if any.
-    pub reported_entry: Option<u32>,
+    pub syn_table_entry: Option<u32>,
     /// Event that is counted in addition (`enum lb_event`), if any.
     pub event: Option<intf::lb_event>,
 }
@@ -113,9 +113,9 @@ impl Outcome {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Server {
     /// MAC address of the server; `None` if it is not resolved.
-    pub mac: Option<Mac>,
+    pub mac: Option<MacAddress>,
     /// Whether the server takes new connections.
-    pub eligible: bool,
+    pub is_eligible: bool,
 }
 
 /// Counters of the traffic from a load balancer to one server since the creation of its maps.
@@ -126,7 +126,7 @@ pub struct ServerTraffic {
     /// Number of packets with a cookie and FIN or RST. (Without a connection table a retransmission counts again.)
     pub closed: u64,
     /// Number of all packets; counted only where a policy needs it.
-    pub packets: u64,
+    pub packet_count: u64,
     /// Number of bytes of the frames of all packets.
     pub bytes: u64,
 }
@@ -139,7 +139,7 @@ struct Service {
     /// Servers that are down according to the load balancer's own checks.
     masked_servers: HashSet<ServerId>,
     down_servers: HashSet<ServerId>,
-    placement: Option<Placement>,
+    placement: Option<InstalledTable>,
     /// Counter of the placement rule `RoundRobin`, which continues from table to table.
     round_robin_counter: u64,
     /// Whether a SYN has inserted a flow of the service into the flow table.
@@ -165,7 +165,7 @@ impl Service {
     }
 
     fn has_cookies(&self) -> bool {
-        self.mode.timestamps == Timestamps::Server
+        self.mode.timestamps == TimestampOrigin::Server
             && matches!(self.mode.consistency, Consistency::Stateless | Consistency::Stateful)
     }
 
@@ -180,7 +180,7 @@ impl Service {
 
     /// Returns whether a server of the placement table can take a new connection.
     fn can_take_new_connections(&self, id: ServerId) -> bool {
-        self.server(id).is_some_and(|server| server.mac.is_some() && server.eligible)
+        self.server(id).is_some_and(|server| server.mac.is_some() && server.is_eligible)
     }
 
     /// Returns whether a server that was found without the placement table takes new connections.
@@ -195,13 +195,13 @@ impl Service {
 
 /// Settings of a load balancer: sizes of tables, rate limits, outer headers and VLANs.
 #[derive(Debug, Clone, Copy)]
-pub struct LbSettings {
+pub struct LoadBalancerSettings {
     /// Rate limits of broadcasts, by reason of the broadcast.
-    pub broadcast_rates: [BroadcastRates; REASON_COUNT],
+    pub broadcast_rates: [BroadcastRates; BROADCAST_REASON_COUNT],
     /// Number of sets of the flow table.
     pub flow_set_count: u32,
     /// Number of entries of the connection table.
-    pub connection_table: TableSize,
+    pub connection_table_size: TableSize,
     /// Whether packets and bytes are counted for each server.
     pub counts_traffic: bool,
     /// Fields that all outer headers share.
@@ -213,33 +213,33 @@ pub struct LbSettings {
 /// Reference model of a load balancer's BPF program.
 #[derive(Debug)]
 pub struct LoadBalancer {
-    settings: LbSettings,
-    own_mac: Mac,
-    keys: FleetKeys,
+    settings: LoadBalancerSettings,
+    own_mac: MacAddress,
+    keys: FleetCookieKeys,
     services: Vec<Option<Service>>,
     service_slots_by_address: HashMap<(IpAddr, u16, u8), usize>,
     vips: HashSet<IpAddr>,
     recent_placements: RecentPlacements,
-    flows: FlowTable,
-    broadcast: BroadcastLimiter,
-    fragments: HashMap<FragmentKey, (usize, ServerId)>,
-    tunnels: HashMap<ServerId, Tunnel>,
-    server_vlans: HashMap<ServerId, Vlan>,
+    flow_table: FlowTable,
+    broadcast_limiter: BroadcastLimiter,
+    fragment_targets: HashMap<FragmentKey, (usize, ServerId)>,
+    tunnel_by_server: HashMap<ServerId, TunnelEndpoint>,
+    vlan_by_server: HashMap<ServerId, Vlan>,
     /// VLAN in which packets of each service are broadcast, by service slot.
-    broadcast_vlans: HashMap<usize, Option<Vlan>>,
-    stateful: ConnectionTableState,
+    broadcast_vlan_by_slot: HashMap<usize, Option<Vlan>>,
+    connection_table_state: ConnectionTableState,
     lb_stamping: LbStamping,
-    traffic: HashMap<ServerId, ServerTraffic>,
+    traffic_by_server: HashMap<ServerId, ServerTraffic>,
     /// Number of new connections by service slot.
-    opened_connections: HashMap<usize, u64>,
+    opened_connections_by_slot: HashMap<usize, u64>,
 }
 
 impl LoadBalancer {
     /// Returns a load balancer without services.
-    pub fn new(settings: LbSettings, own_mac: Mac, keys: FleetKeys) -> Self {
-        let no_key = CookieKey { k0: 0, k1: 0 };
+    pub fn new(settings: LoadBalancerSettings, own_mac: MacAddress, keys: FleetCookieKeys) -> Self {
+        let zero_key = CookieKey { k0: 0, k1: 0 };
         let mut lb_stamping = LbStamping::default();
-        lb_stamping.set_keys(FleetKeys { keys: [no_key; 2], ..keys }, &keys, 0);
+        lb_stamping.set_keys(FleetCookieKeys { keys: [zero_key; 2], ..keys }, &keys, 0);
         Self {
             settings,
             own_mac,
@@ -248,21 +248,21 @@ impl LoadBalancer {
             service_slots_by_address: HashMap::new(),
             vips: HashSet::new(),
             recent_placements: RecentPlacements::default(),
-            flows: FlowTable::new(settings.flow_set_count),
-            broadcast: BroadcastLimiter::default(),
-            fragments: HashMap::new(),
-            tunnels: HashMap::new(),
-            server_vlans: HashMap::new(),
-            broadcast_vlans: HashMap::new(),
-            stateful: ConnectionTableState::new(settings.connection_table),
+            flow_table: FlowTable::new(settings.flow_set_count),
+            broadcast_limiter: BroadcastLimiter::default(),
+            fragment_targets: HashMap::new(),
+            tunnel_by_server: HashMap::new(),
+            vlan_by_server: HashMap::new(),
+            broadcast_vlan_by_slot: HashMap::new(),
+            connection_table_state: ConnectionTableState::new(settings.connection_table_size),
             lb_stamping,
-            traffic: HashMap::new(),
-            opened_connections: HashMap::new(),
+            traffic_by_server: HashMap::new(),
+            opened_connections_by_slot: HashMap::new(),
         }
     }
 
     /// Sets the keys of the fleet's cookies.
-    pub fn set_keys(&mut self, keys: FleetKeys) {
+    pub fn set_keys(&mut self, keys: FleetCookieKeys) {
         let now_ms = self.now_ms();
         self.lb_stamping.set_keys(self.keys, &keys, now_ms);
         self.keys = keys;
@@ -286,66 +286,71 @@ impl LoadBalancer {
     /// Sets the services, and returns the slot of each. A known service keeps its slot with its state; a new one gets
     /// the lowest free slot. Panics with more services than slots.
     pub fn set_services(&mut self, services: &[(ServiceAddress, ServiceMode)]) -> Vec<usize> {
-        let stateful = self.stateful_slots();
+        let stateful_slots_before = self.stateful_slots();
         for service_slot in &mut self.services {
-            let kept = |service: &Service| services.iter().any(|(address, _)| *address == service.address);
-            *service_slot = service_slot.take().filter(kept);
+            let is_kept = |service: &Service| services.iter().any(|(address, _)| *address == service.address);
+            *service_slot = service_slot.take().filter(is_kept);
         }
         for (address, mode) in services {
-            let known = self.services.iter_mut().flatten().find(|service| service.address == *address);
-            if let Some(service) = known {
+            let known_service = self.services.iter_mut().flatten().find(|service| service.address == *address);
+            if let Some(service) = known_service {
                 service.mode = *mode;
             }
         }
-        let still = self.stateful_slots();
-        let not_any_more: Vec<usize> =
-            stateful.into_iter().filter(|service_slot| !still.contains(service_slot)).collect();
-        self.stateful.free_services(&not_any_more);
+        let stateful_slots_now = self.stateful_slots();
+        let no_longer_stateful: Vec<usize> = stateful_slots_before
+            .into_iter()
+            .filter(|service_slot| !stateful_slots_now.contains(service_slot))
+            .collect();
+        self.connection_table_state.free_service_entries(&no_longer_stateful);
         let service_slots: Vec<usize> =
             services.iter().map(|(address, mode)| self.allocate_slot(*address, *mode)).collect();
         self.service_slots_by_address.clear();
         self.vips.clear();
         for ((address, _), service_slot) in services.iter().zip(&service_slots) {
-            let vip = address.socket;
-            self.service_slots_by_address.insert((vip.ip(), vip.port(), address.protocol.number()), *service_slot);
-            self.vips.insert(vip.ip());
+            let vip_socket = address.socket;
+            self.service_slots_by_address
+                .insert((vip_socket.ip(), vip_socket.port(), address.protocol.number()), *service_slot);
+            self.vips.insert(vip_socket.ip());
         }
         service_slots
     }
 
     fn stateful_slots(&self) -> Vec<usize> {
-        let stateful = |service_slot: &usize| self.services[*service_slot].as_ref().is_some_and(Service::is_stateful);
-        (0..self.services.len()).filter(stateful).collect()
+        let is_stateful_slot =
+            |service_slot: &usize| self.services[*service_slot].as_ref().is_some_and(Service::is_stateful);
+        (0..self.services.len()).filter(is_stateful_slot).collect()
     }
 
     fn allocate_slot(&mut self, address: ServiceAddress, mode: ServiceMode) -> usize {
-        let kept = |service: &Option<Service>| service.as_ref().is_some_and(|service| service.address == address);
-        if let Some(service_slot) = self.services.iter().position(kept) {
+        let has_address =
+            |service: &Option<Service>| service.as_ref().is_some_and(|service| service.address == address);
+        if let Some(service_slot) = self.services.iter().position(has_address) {
             return service_slot;
         }
-        let free = self.services.iter().position(Option::is_none).expect("at most as many services as slots");
-        self.services[free] = Some(Service::new(address, mode));
+        let free_slot = self.services.iter().position(Option::is_none).expect("at most as many services as slots");
+        self.services[free_slot] = Some(Service::new(address, mode));
         // Flows of the service that previously had the slot.
-        self.flows.remove_service(free);
-        self.fragments.retain(|_, (service_slot, _)| *service_slot != free);
-        self.lb_stamping.forget_service(free);
-        self.opened_connections.remove(&free);
-        free
+        self.flow_table.remove_service(free_slot);
+        self.fragment_targets.retain(|_, (service_slot, _)| *service_slot != free_slot);
+        self.lb_stamping.remove_service(free_slot);
+        self.opened_connections_by_slot.remove(&free_slot);
+        free_slot
     }
 
     /// Sets whether a server of the service in slot `service` is down according to the load balancer's own checks.
-    pub fn set_masked(&mut self, service: usize, id: ServerId, is_masked: bool) {
-        let masked = &mut self.service_mut(service).masked_servers;
+    pub fn set_server_masked(&mut self, service: usize, id: ServerId, is_masked: bool) {
+        let masked_servers = &mut self.service_mut(service).masked_servers;
         if is_masked {
-            masked.insert(id)
+            masked_servers.insert(id)
         } else {
-            masked.remove(&id)
+            masked_servers.remove(&id)
         };
     }
 
     /// Adds, changes or (with `None`) removes a server. Its MAC address is the same for all services.
     pub fn set_server(&mut self, service: usize, id: ServerId, server: Option<Server>) {
-        self.move_lb_stamped(service, id, server);
+        self.update_lb_stamped_server(service, id, server);
         self.service_mut(service).servers[usize::from(id.get())] = server;
         let Some(Server { mac, .. }) = server else {
             self.service_mut(service).masked_servers.remove(&id);
@@ -363,57 +368,57 @@ impl LoadBalancer {
     pub fn install_table(&mut self, service: usize, table: PlacementTable) {
         let service = self.service_mut(service);
         service.down_servers = table.down_servers.iter().copied().collect();
-        service.placement = Some(Placement::new(table));
+        service.placement = Some(InstalledTable::new(table));
     }
 
     /// Sets `paid_until` (ns) of the selected token buckets of broadcasts.
     pub fn set_paid_until(&mut self, buckets: TokenBucketSelector, paid_until: u64) {
-        self.broadcast.set_paid_until(buckets, paid_until);
+        self.broadcast_limiter.set_paid_until(buckets, paid_until);
     }
 
     /// Sets the key of the hash of connections in the connection table. Must be called before the first connection.
     pub fn set_connection_key(&mut self, key: CookieKey) {
-        self.stateful.key = key;
+        self.connection_table_state.key = key;
     }
 
     /// Sets this load balancer's own number among the owners of connection tables.
-    pub fn set_owner(&mut self, owner: Option<OwnerNumber>) {
-        self.stateful.owner = owner;
+    pub fn set_own_number(&mut self, owner: Option<TableOwnerNumber>) {
+        self.connection_table_state.owner = owner;
     }
 
     /// Sets the maximum number of connection table entries of one source prefix; `None` for no limit.
-    pub fn limit_entries(&mut self, per_source: Option<u32>) {
-        self.stateful.entries_per_source = per_source;
+    pub fn set_max_entries_per_source(&mut self, per_source: Option<u32>) {
+        self.connection_table_state.max_entries_per_source = per_source;
     }
 
     /// Sets the state of another load balancer that has a connection table.
-    pub fn set_owner_at(&mut self, number: OwnerNumber, owner: Owner) {
-        self.stateful.owners[usize::from(number.get())] = owner;
+    pub fn set_other_owner(&mut self, number: TableOwnerNumber, owner: TableOwner) {
+        self.connection_table_state.owners[usize::from(number.get())] = owner;
     }
 
     /// Sets the clock that timestamps the entries of the connection table.
     pub fn set_clock(&mut self, clock: ClockTicks) {
-        self.stateful.clock = clock;
+        self.connection_table_state.clock = clock;
     }
 
     /// Records a sweep of the connection table by user space.
     pub fn record_sweep(&mut self) {
-        self.stateful.last_sweep = self.stateful.clock;
+        self.connection_table_state.last_sweep = self.connection_table_state.clock;
     }
 
     /// Returns all connections that have an entry in the connection table.
     pub fn connections(&self) -> impl Iterator<Item = Connection> + '_ {
-        self.stateful.connections()
+        self.connection_table_state.connections()
     }
 
     /// Returns the connection in the entry at `index`; `None` if the entry is free.
     pub fn connection(&self, index: ConnectionIndex) -> Option<Connection> {
-        self.stateful.connection(index)
+        self.connection_table_state.connection(index)
     }
 
     /// Frees the entries of these connections. Entries that got another connection or a later packet are kept.
     pub fn free_connections(&mut self, connections: &[Connection]) {
-        self.stateful.free_connections(connections);
+        self.connection_table_state.free_connections(connections);
     }
 
     /// Returns whether a service has the slot `service_slot`.
@@ -433,7 +438,7 @@ impl LoadBalancer {
 
     /// Returns the traffic to each server that got a packet.
     pub fn traffic(&self) -> &HashMap<ServerId, ServerTraffic> {
-        &self.traffic
+        &self.traffic_by_server
     }
 
     /// Returns the address of the service in slot `service_slot`, if there is one.
@@ -443,12 +448,12 @@ impl LoadBalancer {
 
     /// Returns the number of new connections of the service in slot `service`.
     pub fn opened_connections(&self, service: usize) -> u64 {
-        self.opened_connections.get(&service).copied().unwrap_or_default()
+        self.opened_connections_by_slot.get(&service).copied().unwrap_or_default()
     }
 
     /// Returns the words of the flow table in the layout of `struct flow_set`.
     pub fn flow_table_words(&self) -> &[u64] {
-        self.flows.words()
+        self.flow_table.words()
     }
 
     /// Returns the words of the BPF map `recent_placements`.

@@ -5,30 +5,30 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use coreward_intf as intf;
 
 use super::ip_packet::{
-    ETHERNET_HEADER_BYTES, FragmentPart, FrameFields, ICMP_HEADER, IpPacket, NOT_A_SERVICE, ParseEnd, QUOTED_BYTES,
-    Quote, u16_at, u32_at,
+    ETHERNET_HEADER_BYTES, FragmentPart, FrameFields, ICMP_HEADER_BYTES, IpPacket, MIN_QUOTED_PAYLOAD_BYTES,
+    NOT_A_SERVICE, ParseEndCounter, QuotedPacket, u16_at, u32_at,
 };
 use super::packet_ipv6::{self, PROTOCOL_ICMPV6};
-use super::timestamp_option::{MalformedOptions, TCP_HEADER, quoted_tsval, timestamp_offset};
+use super::timestamp_option::{MalformedOptions, TCP_HEADER_BYTES, quoted_tsval, timestamp_option_offset};
 use crate::FourTuple;
 use crate::tuple::Protocol;
 
-pub(super) const IPV4_HEADER: usize = 20;
+pub(super) const IPV4_HEADER_BYTES: usize = 20;
 pub(super) const ETHERTYPE_IPV4: u16 = 0x0800;
-const UDP_HEADER: usize = 8;
+const UDP_HEADER_BYTES: usize = 8;
 /// Flag of a fragment that is followed by later ones (RFC 791, Sect. 3.1).
-const MORE_FRAGMENTS: u16 = 0x2000;
+const MORE_FRAGMENTS_FLAG: u16 = 0x2000;
 pub(super) const FRAGMENT_OFFSET_MASK: u16 = 0x1fff;
 pub(super) const PROTOCOL_ICMP: u8 = 1;
 /// Types of ICMP errors that quote a packet (RFC 792): destination unreachable, time exceeded, parameter problem.
-const ICMP_ERRORS: [u8; 3] = [3, 11, 12];
+const ICMP_ERROR_TYPES: [u8; 3] = [3, 11, 12];
 
 pub(super) const FIN: u8 = 0x01;
 pub(super) const SYN: u8 = 0x02;
 pub(super) const RST: u8 = 0x04;
 pub(super) const ACK: u8 = 0x10;
 
-pub(super) fn address_at(frame: &[u8], offset: usize) -> IpAddr {
+pub(super) fn ipv4_address_at(frame: &[u8], offset: usize) -> IpAddr {
     Ipv4Addr::from(u32_at(frame, offset)).into()
 }
 
@@ -42,56 +42,56 @@ pub(super) fn read_frame_fields(frame: &[u8]) -> Option<FrameFields> {
     if packet_ipv6::is_ipv6(frame) {
         return packet_ipv6::read_frame_fields(frame);
     }
-    if frame.len() < ETHERNET_HEADER_BYTES + IPV4_HEADER || u16_at(frame, 12) != ETHERTYPE_IPV4 {
+    if frame.len() < ETHERNET_HEADER_BYTES + IPV4_HEADER_BYTES || u16_at(frame, 12) != ETHERTYPE_IPV4 {
         return None;
     }
     Some(FrameFields {
         destination_mac: frame[..6].try_into().expect("six bytes"),
         protocol: frame[ETHERNET_HEADER_BYTES + 9],
-        vip: address_at(frame, ETHERNET_HEADER_BYTES + 16),
+        vip: ipv4_address_at(frame, ETHERNET_HEADER_BYTES + 16),
     })
 }
 
 fn fragment_part(packet: &[u8]) -> FragmentPart {
     match u16_at(packet, 6) {
-        field if field & FRAGMENT_OFFSET_MASK != 0 => FragmentPart::Later,
-        field if field & MORE_FRAGMENTS != 0 => FragmentPart::First,
+        field if field & FRAGMENT_OFFSET_MASK != 0 => FragmentPart::LaterFragment,
+        field if field & MORE_FRAGMENTS_FLAG != 0 => FragmentPart::First,
         _ => FragmentPart::Whole,
     }
 }
 
 /// Returns the length in bytes of the IPv4 header at the start of `packet`; `None` if it is not IPv4.
-fn header_length(packet: &[u8]) -> Option<usize> {
+fn ipv4_header_length(packet: &[u8]) -> Option<usize> {
     let length = usize::from(packet[0] & 0xf) * 4;
-    (packet[0] >> 4 == 4 && length >= IPV4_HEADER).then_some(length)
+    (packet[0] >> 4 == 4 && length >= IPV4_HEADER_BYTES).then_some(length)
 }
 
 /// Parses the IP headers of a frame that [`read_frame_fields`] accepted.
-pub(super) fn parse_ip(frame: &[u8]) -> Result<IpPacket<'_>, ParseEnd> {
+pub(super) fn parse_ip(frame: &[u8]) -> Result<IpPacket<'_>, ParseEndCounter> {
     if packet_ipv6::is_ipv6(frame) { packet_ipv6::parse_ipv6(frame) } else { parse_ipv4(frame) }
 }
 
-fn parse_ipv4(frame: &[u8]) -> Result<IpPacket<'_>, ParseEnd> {
-    const MALFORMED: ParseEnd = intf::LB_COUNTER_DROP_MALFORMED_IPV4;
+fn parse_ipv4(frame: &[u8]) -> Result<IpPacket<'_>, ParseEndCounter> {
+    const MALFORMED: ParseEndCounter = intf::LB_COUNTER_DROP_MALFORMED_IPV4;
     let packet = &frame[ETHERNET_HEADER_BYTES..];
-    let header = header_length(packet).ok_or(MALFORMED)?;
-    let total = usize::from(u16_at(packet, 2));
-    if total < header || total > packet.len() {
+    let header_bytes = ipv4_header_length(packet).ok_or(MALFORMED)?;
+    let total_bytes = usize::from(u16_at(packet, 2));
+    if total_bytes < header_bytes || total_bytes > packet.len() {
         return Err(MALFORMED);
     }
     Ok(IpPacket {
-        client: address_at(packet, 12),
-        vip: address_at(packet, 16),
+        client: ipv4_address_at(packet, 12),
+        vip: ipv4_address_at(packet, 16),
         protocol: packet[9],
         identification: u16_at(packet, 4).into(),
         part: fragment_part(packet),
-        transport_offset: ETHERNET_HEADER_BYTES + header,
-        payload: &packet[header..total],
+        transport_offset: ETHERNET_HEADER_BYTES + header_bytes,
+        payload: &packet[header_bytes..total_bytes],
     })
 }
 
 /// Returns the source and the destination port. Fails with the counter `malformed` if the packet is too short for both.
-pub(super) fn parse_ports(packet: &IpPacket<'_>, malformed: ParseEnd) -> Result<(u16, u16), ParseEnd> {
+pub(super) fn parse_ports(packet: &IpPacket<'_>, malformed: ParseEndCounter) -> Result<(u16, u16), ParseEndCounter> {
     if packet.payload.len() < 4 {
         return Err(malformed);
     }
@@ -120,7 +120,7 @@ pub(super) struct Tsecr {
 
 impl Tsecr {
     /// Returns the TSval of the frame, which precedes TSecr, with its position.
-    pub fn tsval(self, frame: &[u8]) -> Tsecr {
+    pub fn preceding_tsval(self, frame: &[u8]) -> Tsecr {
         let tsecr_offset = self.tsecr_offset - 4;
         Tsecr { value: u32_at(frame, self.transport_offset + tsecr_offset), tsecr_offset, ..self }
     }
@@ -137,104 +137,105 @@ impl Packet {
 }
 
 /// Parses a TCP packet from a client. `ports` are its source and its destination port.
-pub(super) fn parse_tcp(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, ParseEnd> {
-    let read = parse_tcp_header(packet, ports)?;
-    let flags = read.flags;
+pub(super) fn parse_tcp(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, ParseEndCounter> {
+    let parsed_packet = parse_tcp_header(packet, ports)?;
+    let flags = parsed_packet.flags;
     // Only a SYN opens a connection; clients send no SYN-ACK. All other packets have ACK, except a bare RST.
-    let possible = if flags & SYN != 0 { flags & (ACK | FIN | RST) == 0 } else { flags & (ACK | RST) != 0 };
-    possible.then_some(read).ok_or(intf::LB_COUNTER_DROP_MALFORMED_TCP)
+    let is_possible = if flags & SYN != 0 { flags & (ACK | FIN | RST) == 0 } else { flags & (ACK | RST) != 0 };
+    is_possible.then_some(parsed_packet).ok_or(intf::LB_COUNTER_DROP_MALFORMED_TCP)
 }
 
 /// Parses a TCP packet from a server, and returns it as a client's packet of the same connection.
-pub(super) fn parse_tcp_reply(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, ParseEnd> {
+pub(super) fn parse_tcp_reply(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, ParseEndCounter> {
     let Packet { client, vip, protocol, flags, tsecr } = parse_tcp_header(packet, ports)?;
     Ok(Packet { client: vip, vip: client, protocol, flags, tsecr })
 }
 
-fn parse_tcp_header(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, ParseEnd> {
-    const MALFORMED: ParseEnd = intf::LB_COUNTER_DROP_MALFORMED_TCP;
+fn parse_tcp_header(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, ParseEndCounter> {
+    const MALFORMED: ParseEndCounter = intf::LB_COUNTER_DROP_MALFORMED_TCP;
     let segment = packet.payload;
-    if segment.len() < TCP_HEADER {
+    if segment.len() < TCP_HEADER_BYTES {
         return Err(MALFORMED);
     }
     let (header, flags) = (usize::from(segment[12] >> 4) * 4, segment[13]);
-    if header < TCP_HEADER || header > segment.len() {
+    if header < TCP_HEADER_BYTES || header > segment.len() {
         return Err(MALFORMED);
     }
-    let options = &segment[TCP_HEADER..header];
-    let tsecr = timestamp_offset(options).map_err(|MalformedOptions| MALFORMED)?.map(|at| Tsecr {
+    let options = &segment[TCP_HEADER_BYTES..header];
+    let tsecr = timestamp_option_offset(options).map_err(|MalformedOptions| MALFORMED)?.map(|at| Tsecr {
         value: u32_at(options, at + 6),
         transport_offset: packet.transport_offset,
-        tsecr_offset: TCP_HEADER + at + 6,
+        tsecr_offset: TCP_HEADER_BYTES + at + 6,
     });
     let (client, vip) = (SocketAddr::new(packet.client, ports.0), SocketAddr::new(packet.vip, ports.1));
     Ok(Packet { client, vip, protocol: Protocol::Tcp, flags, tsecr })
 }
 
 /// Parses a UDP packet from a client: a whole datagram, or the first fragment of one. `ports`: source, destination.
-pub(super) fn parse_udp(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, ParseEnd> {
-    const MALFORMED: ParseEnd = intf::LB_COUNTER_DROP_MALFORMED_UDP;
-    if packet.payload.len() < UDP_HEADER {
+pub(super) fn parse_udp(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, ParseEndCounter> {
+    const MALFORMED: ParseEndCounter = intf::LB_COUNTER_DROP_MALFORMED_UDP;
+    if packet.payload.len() < UDP_HEADER_BYTES {
         return Err(MALFORMED);
     }
-    let length = usize::from(u16_at(packet.payload, 4));
-    if length < UDP_HEADER || packet.part == FragmentPart::Whole && length > packet.payload.len() {
+    let datagram_bytes = usize::from(u16_at(packet.payload, 4));
+    if datagram_bytes < UDP_HEADER_BYTES || packet.part == FragmentPart::Whole && datagram_bytes > packet.payload.len()
+    {
         return Err(MALFORMED);
     }
     let (client, vip) = (SocketAddr::new(packet.client, ports.0), SocketAddr::new(packet.vip, ports.1));
     Ok(Packet { client, vip, protocol: Protocol::Udp, flags: 0, tsecr: None })
 }
 
-pub(super) fn parse_quote(packet: &IpPacket<'_>) -> Result<Quote, ParseEnd> {
+pub(super) fn parse_quote(packet: &IpPacket<'_>) -> Result<QuotedPacket, ParseEndCounter> {
     if packet.vip.is_ipv6() { packet_ipv6::parse_quote(packet) } else { parse_quote_ipv4(packet) }
 }
 
-fn parse_quote_ipv4(packet: &IpPacket<'_>) -> Result<Quote, ParseEnd> {
-    const MALFORMED: ParseEnd = intf::LB_COUNTER_DROP_MALFORMED_ICMP;
+fn parse_quote_ipv4(packet: &IpPacket<'_>) -> Result<QuotedPacket, ParseEndCounter> {
+    const MALFORMED: ParseEndCounter = intf::LB_COUNTER_DROP_MALFORMED_ICMP;
     if packet.part != FragmentPart::Whole {
         return Err(NOT_A_SERVICE);
     }
     let message = packet.payload;
-    if message.len() < ICMP_HEADER {
+    if message.len() < ICMP_HEADER_BYTES {
         return Err(MALFORMED);
     }
-    if !ICMP_ERRORS.contains(&message[0]) {
+    if !ICMP_ERROR_TYPES.contains(&message[0]) {
         return Err(NOT_A_SERVICE);
     }
-    let quoted = &message[ICMP_HEADER..];
-    if quoted.len() < IPV4_HEADER {
+    let quoted_packet = &message[ICMP_HEADER_BYTES..];
+    if quoted_packet.len() < IPV4_HEADER_BYTES {
         return Err(MALFORMED);
     }
-    let header = header_length(quoted).ok_or(MALFORMED)?;
-    if quoted.len() < header + QUOTED_BYTES {
+    let header_bytes = ipv4_header_length(quoted_packet).ok_or(MALFORMED)?;
+    if quoted_packet.len() < header_bytes + MIN_QUOTED_PAYLOAD_BYTES {
         return Err(MALFORMED);
     }
-    if address_at(quoted, 12) != packet.vip || fragment_part(quoted) == FragmentPart::Later {
+    if ipv4_address_at(quoted_packet, 12) != packet.vip || fragment_part(quoted_packet) == FragmentPart::LaterFragment {
         return Err(NOT_A_SERVICE);
     }
-    let segment = &quoted[header..];
-    Ok(Quote {
-        protocol: quoted[9],
-        client: SocketAddr::new(address_at(quoted, 16), u16_at(segment, 2)),
-        vip: SocketAddr::new(packet.vip, u16_at(segment, 0)),
-        tsval: if quoted[9] == Protocol::Tcp.number() { quoted_tsval(segment) } else { None },
+    let quoted_segment = &quoted_packet[header_bytes..];
+    Ok(QuotedPacket {
+        protocol: quoted_packet[9],
+        client: SocketAddr::new(ipv4_address_at(quoted_packet, 16), u16_at(quoted_segment, 2)),
+        vip: SocketAddr::new(packet.vip, u16_at(quoted_segment, 0)),
+        tsval: if quoted_packet[9] == Protocol::Tcp.number() { quoted_tsval(quoted_segment) } else { None },
     })
 }
 
 /// Returns the Internet checksum (RFC 1071) of an even number of bytes.
 pub(super) fn checksum(bytes: &[u8]) -> u16 {
     let sum: u32 = bytes.chunks(2).map(|word| u32::from(u16_at(word, 0))).sum();
-    let folded = (sum & 0xffff) + (sum >> 16);
-    !((folded & 0xffff) + (folded >> 16)) as u16
+    let folded_sum = (sum & 0xffff) + (sum >> 16);
+    !((folded_sum & 0xffff) + (folded_sum >> 16)) as u16
 }
 
 /// Returns a checksum after the change of a covered word from `old` to `new` (RFC 1624, Eqn. 3).
 fn updated_checksum(checksum: u16, old: u16, new: u16) -> u16 {
-    let add = |a: u16, b: u16| {
+    let add_ones_complement = |a: u16, b: u16| {
         let sum = u32::from(a) + u32::from(b);
         (sum as u16).wrapping_add((sum >> 16) as u16)
     };
-    !add(add(!checksum, !old), new)
+    !add_ones_complement(add_ones_complement(!checksum, !old), new)
 }
 
 /// Sets TSecr (or TSval, if `tsecr` is the position of TSval) to `value`, and updates the TCP checksum.
@@ -243,10 +244,10 @@ pub(super) fn set_tsecr(frame: &mut [u8], tsecr: &Tsecr, value: u32) {
     for half in [0, 2] {
         let (old, new) = (u16_at(frame, at + half), (value >> (16 - 8 * half)) as u16);
         // At an odd offset both bytes count in the other half of the checksum's words (RFC 1071, Sect. 2 B).
-        let odd = !tsecr.tsecr_offset.is_multiple_of(2);
-        let counted = |word: u16| if odd { word.swap_bytes() } else { word };
-        let mended = updated_checksum(u16_at(frame, checksum), counted(old), counted(new));
-        frame[checksum..checksum + 2].copy_from_slice(&mended.to_be_bytes());
+        let is_odd_offset = !tsecr.tsecr_offset.is_multiple_of(2);
+        let in_checksum_order = |word: u16| if is_odd_offset { word.swap_bytes() } else { word };
+        let new_checksum = updated_checksum(u16_at(frame, checksum), in_checksum_order(old), in_checksum_order(new));
+        frame[checksum..checksum + 2].copy_from_slice(&new_checksum.to_be_bytes());
     }
     frame[at..at + 4].copy_from_slice(&value.to_be_bytes());
 }
@@ -256,9 +257,9 @@ pub(super) fn source_mac(frame: &[u8]) -> [u8; 6] {
 }
 
 /// Returns the length in bytes of the IP packet in a frame.
-pub(super) fn ip_length(frame: &[u8]) -> usize {
+pub(super) fn ip_packet_bytes(frame: &[u8]) -> usize {
     if packet_ipv6::is_ipv6(frame) {
-        return packet_ipv6::packet_length(frame);
+        return packet_ipv6::packet_bytes(frame);
     }
     usize::from(u16_at(frame, ETHERNET_HEADER_BYTES + 2))
 }
@@ -275,7 +276,8 @@ pub(super) fn traffic_class(frame: &[u8]) -> u8 {
 /// decision reads none.
 pub(super) fn client_and_ports(frame: &[u8]) -> (IpAddr, [u8; 4]) {
     let packet = parse_ip(frame).expect("a packet that is forwarded");
-    let has_ports = ![PROTOCOL_ICMP, PROTOCOL_ICMPV6].contains(&packet.protocol) && packet.part != FragmentPart::Later;
+    let has_ports =
+        ![PROTOCOL_ICMP, PROTOCOL_ICMPV6].contains(&packet.protocol) && packet.part != FragmentPart::LaterFragment;
     let ports = packet.payload.get(..4).filter(|_| has_ports).and_then(|ports| ports.try_into().ok());
     (packet.client, ports.unwrap_or_default())
 }
@@ -286,9 +288,9 @@ pub(super) fn set_identification(frame: &mut [u8], identification: u16) {
         return packet_ipv6::set_flow_label(frame, identification);
     }
     let (id, checksum) = (ETHERNET_HEADER_BYTES + 4, ETHERNET_HEADER_BYTES + 10);
-    let mended = updated_checksum(u16_at(frame, checksum), u16_at(frame, id), identification);
+    let new_checksum = updated_checksum(u16_at(frame, checksum), u16_at(frame, id), identification);
     frame[id..id + 2].copy_from_slice(&identification.to_be_bytes());
-    frame[checksum..checksum + 2].copy_from_slice(&mended.to_be_bytes());
+    frame[checksum..checksum + 2].copy_from_slice(&new_checksum.to_be_bytes());
 }
 
 #[cfg(test)]
@@ -296,7 +298,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn checksum_is_updated() {
+    fn updated_checksum_equals_the_example_of_rfc_1624() {
         // The example of RFC 1624, Sect. 4: 0xdd2f, a word that goes from 0x5555 to 0x3285.
         assert_eq!(updated_checksum(0xdd2f, 0x5555, 0x3285), 0x0000);
     }

@@ -5,31 +5,31 @@ use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use coreward_intf as intf;
 
 use super::ip_packet::{
-    ETHERNET_HEADER_BYTES, FragmentPart, FrameFields, ICMP_HEADER, IpPacket, NOT_A_SERVICE, ParseEnd, QUOTED_BYTES,
-    Quote, u16_at,
+    ETHERNET_HEADER_BYTES, FragmentPart, FrameFields, ICMP_HEADER_BYTES, IpPacket, MIN_QUOTED_PAYLOAD_BYTES,
+    NOT_A_SERVICE, ParseEndCounter, QuotedPacket, u16_at,
 };
 use super::timestamp_option::quoted_tsval;
 use crate::tuple::Protocol;
 
 pub(super) const ETHERTYPE_IPV6: u16 = 0x86dd;
-pub(super) const IPV6_HEADER: usize = 40;
+pub(super) const IPV6_HEADER_BYTES: usize = 40;
 /// Range of the types of ICMPv6 errors (RFC 4443).
-const ICMPV6_ERRORS: std::ops::RangeInclusive<u8> = 1..=4;
+const ICMPV6_ERROR_TYPES: std::ops::RangeInclusive<u8> = 1..=4;
 pub(super) const PROTOCOL_ICMPV6: u8 = 58;
 
 /// Types of extension headers that are skipped (RFC 8200, RFC 4302).
-const FRAGMENT: u8 = 44;
-const AUTHENTICATION: u8 = 51;
-const EXTENSION_HEADERS: [u8; 5] = [0, 43, FRAGMENT, AUTHENTICATION, 60];
+const FRAGMENT_HEADER: u8 = 44;
+const AUTHENTICATION_HEADER: u8 = 51;
+const EXTENSION_HEADERS: [u8; 5] = [0, 43, FRAGMENT_HEADER, AUTHENTICATION_HEADER, 60];
 const MAX_EXTENSION_HEADERS: usize = 6;
 /// Maximum offset of a transport header from the start of the frame.
 const MAX_TRANSPORT_OFFSET: usize = 111;
 
 pub(super) fn is_ipv6(frame: &[u8]) -> bool {
-    frame.len() >= ETHERNET_HEADER_BYTES + IPV6_HEADER && u16_at(frame, 12) == ETHERTYPE_IPV6
+    frame.len() >= ETHERNET_HEADER_BYTES + IPV6_HEADER_BYTES && u16_at(frame, 12) == ETHERTYPE_IPV6
 }
 
-pub(super) fn address_at(bytes: &[u8], offset: usize) -> IpAddr {
+pub(super) fn ipv6_address_at(bytes: &[u8], offset: usize) -> IpAddr {
     Ipv6Addr::from(<[u8; 16]>::try_from(&bytes[offset..offset + 16]).expect("16 bytes")).into()
 }
 
@@ -38,34 +38,34 @@ pub(super) fn read_frame_fields(frame: &[u8]) -> Option<FrameFields> {
     Some(FrameFields {
         destination_mac: frame[..6].try_into().expect("six bytes"),
         protocol: frame[ETHERNET_HEADER_BYTES + 6],
-        vip: address_at(frame, ETHERNET_HEADER_BYTES + 24),
+        vip: ipv6_address_at(frame, ETHERNET_HEADER_BYTES + 24),
     })
 }
 
 /// Parses a frame that [`is_ipv6`] accepted.
-pub(super) fn parse_ipv6(frame: &[u8]) -> Result<IpPacket<'_>, ParseEnd> {
+pub(super) fn parse_ipv6(frame: &[u8]) -> Result<IpPacket<'_>, ParseEndCounter> {
     let packet = &frame[ETHERNET_HEADER_BYTES..];
-    let end = IPV6_HEADER + usize::from(u16_at(packet, 4));
-    if packet[0] >> 4 != 6 || end > packet.len() {
+    let packet_end = IPV6_HEADER_BYTES + usize::from(u16_at(packet, 4));
+    if packet[0] >> 4 != 6 || packet_end > packet.len() {
         return Err(intf::LB_COUNTER_DROP_MALFORMED_IPV6);
     }
-    let ExtensionChainEnd { protocol, part, identification, transport_offset } =
-        skip_extension_headers(&packet[..end])?;
+    let ExtensionHeaderChainEnd { protocol, fragment_part: part, identification, transport_offset } =
+        skip_extension_headers(&packet[..packet_end])?;
     Ok(IpPacket {
-        client: address_at(packet, 8),
-        vip: address_at(packet, 24),
+        client: ipv6_address_at(packet, 8),
+        vip: ipv6_address_at(packet, 24),
         protocol,
         identification,
         part,
         transport_offset: ETHERNET_HEADER_BYTES + transport_offset,
-        payload: packet.get(transport_offset..end).unwrap_or_default(),
+        payload: packet.get(transport_offset..packet_end).unwrap_or_default(),
     })
 }
 
 /// End of a chain of extension headers: the transport header and its position.
-struct ExtensionChainEnd {
+struct ExtensionHeaderChainEnd {
     protocol: u8,
-    part: FragmentPart,
+    fragment_part: FragmentPart,
     /// Identification of a fragmented datagram; 0 for a whole one.
     identification: u32,
     /// Offset of the transport header from the start of the IPv6 header.
@@ -73,63 +73,68 @@ struct ExtensionChainEnd {
 }
 
 /// Skips the extension headers of a packet. Fails with a counter if they are malformed or too long.
-fn skip_extension_headers(packet: &[u8]) -> Result<ExtensionChainEnd, ParseEnd> {
-    let (mut next, mut at) = (packet[6], IPV6_HEADER);
+fn skip_extension_headers(packet: &[u8]) -> Result<ExtensionHeaderChainEnd, ParseEndCounter> {
+    let (mut next, mut at) = (packet[6], IPV6_HEADER_BYTES);
     for _ in 0..MAX_EXTENSION_HEADERS {
         if !EXTENSION_HEADERS.contains(&next) {
             break;
         }
-        let header = packet.get(at..at + 4).ok_or(intf::LB_COUNTER_DROP_MALFORMED_IPV6)?;
-        let length = usize::from(header[1]);
-        let (number, field) = (next, u16_at(header, 2));
-        next = header[0];
+        let header_start = packet.get(at..at + 4).ok_or(intf::LB_COUNTER_DROP_MALFORMED_IPV6)?;
+        let header_length = usize::from(header_start[1]);
+        let (number, field) = (next, u16_at(header_start, 2));
+        next = header_start[0];
         at += match number {
-            FRAGMENT => 8,
-            AUTHENTICATION => (length + 2) * 4,
-            _ => (length + 1) * 8,
+            FRAGMENT_HEADER => 8,
+            AUTHENTICATION_HEADER => (header_length + 2) * 4,
+            _ => (header_length + 1) * 8,
         };
         if ETHERNET_HEADER_BYTES + at > MAX_TRANSPORT_OFFSET {
             return Err(intf::LB_COUNTER_DROP_EXTENSION_HEADERS);
         }
         // An atomic fragment is a whole packet: all its bits are 0 but the reserved ones (RFC 6946).
-        if number == FRAGMENT && field & !0x6 != 0 {
-            let part = if field & !0x7 == 0 { FragmentPart::First } else { FragmentPart::Later };
+        if number == FRAGMENT_HEADER && field & !0x6 != 0 {
+            let fragment_part = if field & !0x7 == 0 { FragmentPart::First } else { FragmentPart::LaterFragment };
             let identification = packet.get(at - 4..at).ok_or(intf::LB_COUNTER_DROP_MALFORMED_IPV6)?;
             let identification = u32::from_be_bytes(identification.try_into().expect("four bytes"));
-            return Ok(ExtensionChainEnd { protocol: next, part, identification, transport_offset: at });
+            return Ok(ExtensionHeaderChainEnd { protocol: next, fragment_part, identification, transport_offset: at });
         }
     }
-    Ok(ExtensionChainEnd { protocol: next, part: FragmentPart::Whole, identification: 0, transport_offset: at })
-}
-
-pub(super) fn parse_quote(packet: &IpPacket<'_>) -> Result<Quote, ParseEnd> {
-    const MALFORMED: ParseEnd = intf::LB_COUNTER_DROP_MALFORMED_ICMP;
-    let message = packet.payload;
-    if message.len() < ICMP_HEADER {
-        return Err(MALFORMED);
-    }
-    if !ICMPV6_ERRORS.contains(&message[0]) {
-        return Err(NOT_A_SERVICE);
-    }
-    let quoted = &message[ICMP_HEADER..];
-    if quoted.len() < IPV6_HEADER + QUOTED_BYTES || quoted[0] >> 4 != 6 {
-        return Err(MALFORMED);
-    }
-    let protocol = quoted[6];
-    if address_at(quoted, 8) != packet.vip || !Protocol::ALL.map(Protocol::number).contains(&protocol) {
-        return Err(NOT_A_SERVICE);
-    }
-    let segment = &quoted[IPV6_HEADER..];
-    Ok(Quote {
-        protocol,
-        client: SocketAddr::new(address_at(quoted, 24), u16_at(segment, 2)),
-        vip: SocketAddr::new(packet.vip, u16_at(segment, 0)),
-        tsval: if protocol == Protocol::Tcp.number() { quoted_tsval(segment) } else { None },
+    Ok(ExtensionHeaderChainEnd {
+        protocol: next,
+        fragment_part: FragmentPart::Whole,
+        identification: 0,
+        transport_offset: at,
     })
 }
 
-pub(super) fn packet_length(frame: &[u8]) -> usize {
-    IPV6_HEADER + usize::from(u16_at(frame, ETHERNET_HEADER_BYTES + 4))
+pub(super) fn parse_quote(packet: &IpPacket<'_>) -> Result<QuotedPacket, ParseEndCounter> {
+    const MALFORMED: ParseEndCounter = intf::LB_COUNTER_DROP_MALFORMED_ICMP;
+    let message = packet.payload;
+    if message.len() < ICMP_HEADER_BYTES {
+        return Err(MALFORMED);
+    }
+    if !ICMPV6_ERROR_TYPES.contains(&message[0]) {
+        return Err(NOT_A_SERVICE);
+    }
+    let quoted_packet = &message[ICMP_HEADER_BYTES..];
+    if quoted_packet.len() < IPV6_HEADER_BYTES + MIN_QUOTED_PAYLOAD_BYTES || quoted_packet[0] >> 4 != 6 {
+        return Err(MALFORMED);
+    }
+    let protocol = quoted_packet[6];
+    if ipv6_address_at(quoted_packet, 8) != packet.vip || !Protocol::ALL.map(Protocol::number).contains(&protocol) {
+        return Err(NOT_A_SERVICE);
+    }
+    let quoted_segment = &quoted_packet[IPV6_HEADER_BYTES..];
+    Ok(QuotedPacket {
+        protocol,
+        client: SocketAddr::new(ipv6_address_at(quoted_packet, 24), u16_at(quoted_segment, 2)),
+        vip: SocketAddr::new(packet.vip, u16_at(quoted_segment, 0)),
+        tsval: if protocol == Protocol::Tcp.number() { quoted_tsval(quoted_segment) } else { None },
+    })
+}
+
+pub(super) fn packet_bytes(frame: &[u8]) -> usize {
+    IPV6_HEADER_BYTES + usize::from(u16_at(frame, ETHERNET_HEADER_BYTES + 4))
 }
 
 pub(super) fn set_flow_label(frame: &mut [u8], label: u16) {

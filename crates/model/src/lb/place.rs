@@ -9,39 +9,39 @@ use crate::rss::ToeplitzTables;
 use crate::{FourTuple, ServerId};
 
 /// Maximum number of members that are tried when the selected server cannot take a connection.
-const MAX_FALLBACK_ATTEMPTS: usize = 16;
+const MAX_FALLBACK_MEMBERS: usize = 16;
 
 #[derive(Debug, Clone)]
-pub(super) struct Placement {
-    table: PlacementTable,
+pub(super) struct InstalledTable {
+    placement_table: PlacementTable,
     toeplitz_tables: Vec<ToeplitzTables>,
     pub state: PlacementState,
 }
 
-impl Placement {
-    pub fn new(table: PlacementTable) -> Self {
-        let toeplitz_tables = table.groups.iter().map(|key| key.tables()).collect();
-        Self { state: PlacementState::for_table(&table), toeplitz_tables, table }
+impl InstalledTable {
+    pub fn new(placement_table: PlacementTable) -> Self {
+        let toeplitz_tables = placement_table.groups.iter().map(|key| key.tables()).collect();
+        Self { state: PlacementState::for_table(&placement_table), toeplitz_tables, placement_table }
     }
 
-    fn hash(&self, group: usize, tuple: &FourTuple) -> u32 {
+    fn toeplitz_hash(&self, group: usize, tuple: &FourTuple) -> u32 {
         self.toeplitz_tables[group].hash(&tuple.bytes())
     }
 
     /// Returns whether the rule can select different servers for the same packet.
     fn has_state(&self) -> bool {
-        matches!(self.table.rule, PlacementRule::LeastAssigned | PlacementRule::RoundRobin)
+        matches!(self.placement_table.rule, PlacementRule::LeastAssigned | PlacementRule::RoundRobin)
     }
 
     /// Returns the bucket's server and its previous server, whatever their loads; `None` if the table has no members.
     pub fn bucket_entry(&self, tuple: &FourTuple) -> Option<FlowEntry> {
-        if self.table.members.is_empty() {
+        if self.placement_table.members.is_empty() {
             return None;
         }
-        let bucket = self.table.bucket_count.bucket(self.hash(0, tuple)) as usize;
-        let server = *self.table.consistent_servers.get(bucket)?;
-        let before = self.table.previous_consistent_servers.get(bucket).copied().flatten();
-        Some(FlowEntry { previous_server: before, ..FlowEntry::of(server) })
+        let bucket_index = self.placement_table.bucket_count.bucket(self.toeplitz_hash(0, tuple)) as usize;
+        let server = *self.placement_table.consistent_servers.get(bucket_index)?;
+        let previous_server = self.placement_table.previous_consistent_servers.get(bucket_index).copied().flatten();
+        Some(FlowEntry { previous_server, ..FlowEntry::of(server) })
     }
 }
 
@@ -60,20 +60,20 @@ impl RecentPlacements {
         &self.0
     }
 
-    fn key(hash: u32, generation: u64, service: usize) -> u64 {
+    fn entry_key(hash: u32, generation: u64, service: usize) -> u64 {
         u64::from(hash) << intf::RECENT_HASH_SHIFT
             | u64::from(intf::RECENT_VALID_BIT)
             | (generation & u64::from(intf::RECENT_GENERATION_MASK)) << intf::RECENT_GENERATION_SHIFT
             | (service as u64) << intf::RECENT_SERVICE_SHIFT
     }
 
-    fn entry(&mut self, hash: u32) -> &mut u64 {
+    fn entry_mut(&mut self, hash: u32) -> &mut u64 {
         let index = hash as usize % self.0.len();
         &mut self.0[index]
     }
 
-    fn find(&mut self, hash: u32, key: u64) -> Option<ServerId> {
-        let word = *self.entry(hash);
+    fn find_server(&mut self, hash: u32, key: u64) -> Option<ServerId> {
+        let word = *self.entry_mut(hash);
         let id = word & u64::from(intf::COOKIE_ID_MASK);
         (word ^ id == key).then(|| ServerId::try_from(id).expect("14 bits"))
     }
@@ -82,7 +82,7 @@ impl RecentPlacements {
 impl Service {
     /// Selects a server that can take a new connection. With `recent`, a retransmitted SYN goes to the same server;
     /// without it, a datagram is placed independently of earlier ones.
-    pub(super) fn place(
+    pub(super) fn select_server(
         &mut self,
         service_slot: usize,
         recent: Option<&mut RecentPlacements>,
@@ -90,43 +90,43 @@ impl Service {
     ) -> Option<ServerId> {
         // Taken out of the service while the service's servers are borrowed.
         let mut placement = self.placement.take()?;
-        let chosen = self.place_by(&mut placement, service_slot, recent, tuple);
+        let selected_server = self.select_server_from_table(&mut placement, service_slot, recent, tuple);
         self.placement = Some(placement);
-        chosen
+        selected_server
     }
 
-    fn place_by(
+    fn select_server_from_table(
         &mut self,
-        placement: &mut Placement,
+        placement: &mut InstalledTable,
         service_slot: usize,
         recent: Option<&mut RecentPlacements>,
         tuple: &FourTuple,
     ) -> Option<ServerId> {
-        if placement.table.members.is_empty() {
+        if placement.placement_table.members.is_empty() {
             return None;
         }
         let bytes = tuple.bytes();
-        let hash = placement.hash(0, tuple);
-        let key = RecentPlacements::key(hash, placement.table.generation, service_slot);
+        let hash = placement.toeplitz_hash(0, tuple);
+        let key = RecentPlacements::entry_key(hash, placement.placement_table.generation, service_slot);
         let mut recent = recent.filter(|_| placement.has_state());
         if let Some(recent) = &mut recent
-            && let Some(id) = recent.find(hash, key)
+            && let Some(id) = recent.find_server(hash, key)
             && self.can_take_new_connections(id)
         {
             return Some(id);
         }
         placement.state.round_robin_counter = self.round_robin_counter;
-        let chosen = placement.table.choose_counted(
+        let selected_server = placement.placement_table.select_and_count_server(
             &mut placement.state,
             |group| placement.toeplitz_tables[group].hash(&bytes),
             |id| self.can_take_new_connections(id),
         );
         self.round_robin_counter = placement.state.round_robin_counter;
-        let id = chosen
+        let id = selected_server
             .filter(|id| self.can_take_new_connections(*id))
-            .or_else(|| self.choose_fallback(&placement.table, hash))?;
+            .or_else(|| self.choose_fallback(&placement.placement_table, hash))?;
         if let Some(recent) = recent {
-            *recent.entry(hash) = key | u64::from(id.get());
+            *recent.entry_mut(hash) = key | u64::from(id.get());
         }
         Some(id)
     }
@@ -134,8 +134,8 @@ impl Service {
     /// Returns the next member that can take a connection, starting from a member drawn by the hash.
     fn choose_fallback(&self, table: &PlacementTable, hash: u32) -> Option<ServerId> {
         let (start, _) = two_draws(mix_hash(hash), table.members.len() as u32);
-        let turns =
-            table.members.iter().cycle().skip(start as usize).take(MAX_FALLBACK_ATTEMPTS.min(table.members.len()));
-        turns.map(|member| member.server).find(|id| self.can_take_new_connections(*id))
+        let fallback_members =
+            table.members.iter().cycle().skip(start as usize).take(MAX_FALLBACK_MEMBERS.min(table.members.len()));
+        fallback_members.map(|member| member.server).find(|id| self.can_take_new_connections(*id))
     }
 }

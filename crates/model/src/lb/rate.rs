@@ -10,7 +10,7 @@ use crate::cookie::CookieKey;
 
 /// Rate limit of a token bucket: interval and burst in nanoseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Rate {
+pub struct TokenRate {
     /// Interval in which one token is added to the bucket.
     pub interval_ns: u64,
     /// Maximum time by which tokens may be taken in advance.
@@ -26,7 +26,7 @@ pub struct TokenBucket {
 
 impl TokenBucket {
     /// Takes a token from the bucket; returns false if it has none.
-    pub fn take(&mut self, rate: Rate, now_ns: u64) -> bool {
+    pub fn take(&mut self, rate: TokenRate, now_ns: u64) -> bool {
         let start = self.paid_until_ns.max(now_ns);
         if start - now_ns > rate.burst_ns {
             return false;
@@ -39,17 +39,17 @@ impl TokenBucket {
 /// Reason of a broadcast: `enum limited_kind`.
 pub type BroadcastReason = intf::limited_kind;
 /// Number of reasons of broadcasts.
-pub const REASON_COUNT: usize = intf::LIMITED_KIND_COUNT as usize;
+pub const BROADCAST_REASON_COUNT: usize = intf::LIMITED_KIND_COUNT as usize;
 
 /// Rate limits of broadcasts for one reason.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BroadcastRates {
     /// Rate limit of each source.
-    pub per_source: Rate,
+    pub per_source: TokenRate,
     /// Rate limit of each service.
-    pub per_service: Rate,
+    pub per_service: TokenRate,
     /// Rate limit of the whole load balancer.
-    pub total: Rate,
+    pub total: TokenRate,
 }
 
 /// Selection of token buckets of broadcasts.
@@ -65,7 +65,7 @@ pub enum TokenBucketSelector {
 
 impl TokenBucketSelector {
     /// Returns the indexes of the buckets that [`Sources(first)`](Self::Sources) selects.
-    pub fn sources(first: usize) -> impl Iterator<Item = usize> {
+    pub fn source_bucket_indexes(first: usize) -> impl Iterator<Item = usize> {
         (first % 8..intf::BROADCAST_SHARDS as usize).step_by(8)
     }
 }
@@ -74,8 +74,8 @@ impl TokenBucketSelector {
 #[derive(Debug)]
 pub(super) struct BroadcastLimiter {
     per_source: Vec<TokenBucket>,
-    per_service: Vec<[TokenBucket; REASON_COUNT]>,
-    total: [TokenBucket; REASON_COUNT],
+    per_service: Vec<[TokenBucket; BROADCAST_REASON_COUNT]>,
+    total: [TokenBucket; BROADCAST_REASON_COUNT],
 }
 
 impl Default for BroadcastLimiter {
@@ -95,17 +95,19 @@ impl BroadcastLimiter {
         key: &CookieKey,
         (service, source): (usize, IpAddr),
         reason: BroadcastReason,
-        rates: &[BroadcastRates; REASON_COUNT],
+        rates: &[BroadcastRates; BROADCAST_REASON_COUNT],
         now_ns: u64,
     ) -> bool {
-        let sender = SocketAddr::new(source, (reason as u16).swap_bytes());
-        let shard = ConnectionHash::new(key, service as u16, sender).low_half() as usize % self.per_source.len();
+        let keyed_source = SocketAddr::new(source, (reason as u16).swap_bytes());
+        let source_bucket =
+            ConnectionHash::new(key, service as u16, keyed_source).low_half() as usize % self.per_source.len();
         let (reason, rates) = (reason as usize, rates[reason as usize]);
-        let is_within = self.per_source[shard].take(rates.per_source, now_ns);
+        let is_source_within_rate = self.per_source[source_bucket].take(rates.per_source, now_ns);
         // A source above its rate leaves half of the burst to other sources.
-        let shared = |rate: Rate| Rate { burst_ns: rate.burst_ns >> u32::from(!is_within), ..rate };
-        self.per_service[service][reason].take(shared(rates.per_service), now_ns)
-            && self.total[reason].take(shared(rates.total), now_ns)
+        let rate_for_shared_buckets =
+            |rate: TokenRate| TokenRate { burst_ns: rate.burst_ns >> u32::from(!is_source_within_rate), ..rate };
+        self.per_service[service][reason].take(rate_for_shared_buckets(rates.per_service), now_ns)
+            && self.total[reason].take(rate_for_shared_buckets(rates.total), now_ns)
     }
 
     pub fn set_paid_until(&mut self, buckets: TokenBucketSelector, paid_until_ns: u64) {
@@ -114,7 +116,7 @@ impl BroadcastLimiter {
             TokenBucketSelector::Service(service, reason) => self.per_service[service][reason as usize] = bucket,
             TokenBucketSelector::Total(reason) => self.total[reason as usize] = bucket,
             TokenBucketSelector::Sources(first) => {
-                TokenBucketSelector::sources(first).for_each(|at| self.per_source[at] = bucket)
+                TokenBucketSelector::source_bucket_indexes(first).for_each(|at| self.per_source[at] = bucket)
             }
         }
     }
@@ -127,72 +129,87 @@ mod tests {
     use super::*;
 
     #[test]
-    fn burst_is_followed_by_the_rate() {
-        let rate = Rate { interval_ns: 10, burst_ns: 20 };
+    fn bucket_allows_a_burst_and_then_the_rate() {
+        let rate = TokenRate { interval_ns: 10, burst_ns: 20 };
         let mut bucket = TokenBucket::default();
-        let taken = |bucket: &mut TokenBucket, now| (0..5).filter(|_| bucket.take(rate, now)).count();
-        assert_eq!(taken(&mut bucket, 1000), 3);
-        assert_eq!(taken(&mut bucket, 1009), 0);
-        assert_eq!(taken(&mut bucket, 1010), 1);
-        assert_eq!(taken(&mut bucket, 5000), 3);
+        let tokens_taken = |bucket: &mut TokenBucket, now| (0..5).filter(|_| bucket.take(rate, now)).count();
+        assert_eq!(tokens_taken(&mut bucket, 1000), 3);
+        assert_eq!(tokens_taken(&mut bucket, 1009), 0);
+        assert_eq!(tokens_taken(&mut bucket, 1010), 1);
+        assert_eq!(tokens_taken(&mut bucket, 5000), 3);
     }
 
     /// Returns how many of 100 genuine packets, each from a source of its own, are accepted within a second. Meanwhile
     /// each source of `junk` sends 10,000 packets.
-    fn accepted(junk: &[(Ipv4Addr, usize, BroadcastReason)], genuine: (usize, BroadcastReason)) -> usize {
-        let rate = |per_second: u64, burst: u64| Rate {
+    fn accepted_genuine_packets(
+        junk: &[(Ipv4Addr, usize, BroadcastReason)],
+        genuine: (usize, BroadcastReason),
+    ) -> usize {
+        let rate_with_burst = |per_second: u64, burst: u64| TokenRate {
             interval_ns: 1_000_000_000 / per_second,
             burst_ns: (burst - 1) * 1_000_000_000 / per_second,
         };
-        let rates = [BroadcastRates { per_source: rate(250, 64), per_service: rate(1000, 128), total: rate(3000, 300) };
-            REASON_COUNT];
+        let broadcast_rates = [BroadcastRates {
+            per_source: rate_with_burst(250, 64),
+            per_service: rate_with_burst(1000, 128),
+            total: rate_with_burst(3000, 300),
+        }; BROADCAST_REASON_COUNT];
         let (mut broadcast, key) =
             (BroadcastLimiter::default(), CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 });
-        let mut accepted = 0;
+        let mut accepted_count = 0;
         for n in 0..10_000u64 {
             let now_ns = 1_000_000_000 + n * 100_000;
             for (source, service, reason) in junk {
-                broadcast.take_tokens(&key, (*service, (*source).into()), *reason, &rates, now_ns);
+                broadcast.take_tokens(&key, (*service, (*source).into()), *reason, &broadcast_rates, now_ns);
             }
             if n % 100 == 0 {
                 let (source, (service, reason)) = (Ipv4Addr::from(0x0a00_0000 + n as u32), genuine);
-                accepted += usize::from(broadcast.take_tokens(&key, (service, source.into()), reason, &rates, now_ns));
+                accepted_count += usize::from(broadcast.take_tokens(
+                    &key,
+                    (service, source.into()),
+                    reason,
+                    &broadcast_rates,
+                    now_ns,
+                ));
             }
         }
-        accepted
+        accepted_count
     }
 
     #[test]
     fn one_source_cannot_use_up_the_broadcast_rate() {
-        let junk = [(Ipv4Addr::new(192, 0, 2, 1), 0, intf::LIMITED_ICMP_ERROR)];
-        assert_eq!(accepted(&junk, (0, intf::LIMITED_ICMP_ERROR)), 100);
+        let junk_sources = [(Ipv4Addr::new(192, 0, 2, 1), 0, intf::LIMITED_ICMP_ERROR)];
+        assert_eq!(accepted_genuine_packets(&junk_sources, (0, intf::LIMITED_ICMP_ERROR)), 100);
     }
 
     #[test]
-    fn other_kinds_and_services_keep_their_broadcast_rate() {
+    fn broadcasts_of_other_reasons_and_services_keep_their_rate() {
         let sources = |reason| (0..60).map(move |n| (Ipv4Addr::new(192, 0, 2, n), 0, reason)).collect::<Vec<_>>();
         // On average 1.5 of 100 sources share a bucket with one of 60 others among 4,096 (five standard deviations: 8).
-        let of_another_kind = accepted(&sources(intf::LIMITED_UNKNOWN_COOKIE), (0, intf::LIMITED_ICMP_ERROR));
-        assert!(of_another_kind >= 92, "{of_another_kind}");
-        let of_another_service = accepted(&sources(intf::LIMITED_ICMP_ERROR), (1, intf::LIMITED_ICMP_ERROR));
-        assert!(of_another_service >= 92, "{of_another_service}");
-        let starved = accepted(&sources(intf::LIMITED_ICMP_ERROR), (0, intf::LIMITED_ICMP_ERROR));
-        assert!(starved < 50, "{starved}");
+        let accepted_of_another_reason =
+            accepted_genuine_packets(&sources(intf::LIMITED_UNKNOWN_COOKIE), (0, intf::LIMITED_ICMP_ERROR));
+        assert!(accepted_of_another_reason >= 92, "{accepted_of_another_reason}");
+        let accepted_of_another_service =
+            accepted_genuine_packets(&sources(intf::LIMITED_ICMP_ERROR), (1, intf::LIMITED_ICMP_ERROR));
+        assert!(accepted_of_another_service >= 92, "{accepted_of_another_service}");
+        let accepted_of_the_same_service =
+            accepted_genuine_packets(&sources(intf::LIMITED_ICMP_ERROR), (0, intf::LIMITED_ICMP_ERROR));
+        assert!(accepted_of_the_same_service < 50, "{accepted_of_the_same_service}");
     }
 
     #[test]
-    fn all_services_together_are_bounded() {
-        let rate = Rate { interval_ns: 1_000_000, burst_ns: 0 };
-        let total = Rate { interval_ns: 100_000, burst_ns: 0 };
-        let rates = [BroadcastRates { per_source: rate, per_service: rate, total }; REASON_COUNT];
+    fn total_rate_limits_all_services_together() {
+        let rate = TokenRate { interval_ns: 1_000_000, burst_ns: 0 };
+        let total_rate = TokenRate { interval_ns: 100_000, burst_ns: 0 };
+        let rates = [BroadcastRates { per_source: rate, per_service: rate, total: total_rate }; BROADCAST_REASON_COUNT];
         let (mut broadcast, key) =
             (BroadcastLimiter::default(), CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 });
-        let sent = (0..1_000_000u64)
+        let sent_count = (0..1_000_000u64)
             .filter(|n| {
-                let from = ((n % 1024) as usize, Ipv4Addr::from(*n as u32).into());
-                broadcast.take_tokens(&key, from, intf::LIMITED_RESET, &rates, 1_000_000_000 + n * 1000)
+                let slot_and_source = ((n % 1024) as usize, Ipv4Addr::from(*n as u32).into());
+                broadcast.take_tokens(&key, slot_and_source, intf::LIMITED_RESET, &rates, 1_000_000_000 + n * 1000)
             })
             .count();
-        assert!((9_000..=10_001).contains(&sent), "{sent}");
+        assert!((9_000..=10_001).contains(&sent_count), "{sent_count}");
     }
 }

@@ -9,41 +9,43 @@ use coreward_intf as intf;
 
 use super::decision::Decision;
 use super::packet::{self, Packet};
-use super::{LoadBalancer, Mac};
-use crate::connection_table::table::{ConnectionTable, NewConnection, OwnMemory, RecentConnections, TakeError};
+use super::{LoadBalancer, MacAddress};
+use crate::connection_table::table::{
+    ConnectionTable, HeapTableMemory, NewConnection, RecentConnections, TakeSlotError,
+};
 use crate::connection_table::{
-    ClockTicks, Connection, ConnectionHash, ConnectionIndex, OwnerNumber, TableSize, Timeouts, decode_cookie_index,
-    encode_syn_tsecr, source_shard,
+    ClockTicks, Connection, ConnectionHash, ConnectionIndex, ConnectionTimeouts, TableOwnerNumber, TableSize,
+    decode_cookie_index, encode_syn_tsecr, source_prefix_shard,
 };
 use crate::cookie::CookieKey;
 use crate::{FourTuple, ServerId};
 
 /// State of a load balancer that may own a connection table.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum Owner {
+pub enum TableOwner {
     /// No load balancer has the number.
     #[default]
     Unknown,
     /// The load balancer left, or its MAC address is not resolved.
     Lost,
     /// Packets with an index into the owner's table are forwarded to this MAC address.
-    Reachable(Mac),
+    Reachable(MacAddress),
 }
 
 #[derive(Debug)]
 pub(super) struct ConnectionTableState {
     pub key: CookieKey,
-    pub owner: Option<OwnerNumber>,
-    pub owners: [Owner; intf::MAX_OWNERS as usize],
+    pub owner: Option<TableOwnerNumber>,
+    pub owners: [TableOwner; intf::MAX_OWNERS as usize],
     pub clock: ClockTicks,
     /// Time of the last sweep by user space.
     pub last_sweep: ClockTicks,
     /// Maximum number of entries of one source prefix; `None` for no limit.
-    pub entries_per_source: Option<u32>,
-    table: ConnectionTable<OwnMemory>,
+    pub max_entries_per_source: Option<u32>,
+    connection_table: ConnectionTable<HeapTableMemory>,
     recent_connections: RecentConnections,
     /// Number of entries of each source prefix.
-    entries_by_source: Vec<u32>,
+    entry_count_by_source: Vec<u32>,
 }
 
 /// Result of the look-up of the index in a cookie.
@@ -58,67 +60,69 @@ pub(super) enum IndexLookup {
 
 impl ConnectionTableState {
     pub fn new(size: TableSize) -> Self {
-        let table = ConnectionTable::new(OwnMemory::new(size), size);
-        table.initialise();
+        let connection_table = ConnectionTable::new(HeapTableMemory::new(size), size);
+        connection_table.initialise();
         Self {
             key: CookieKey { k0: 0, k1: 0 },
             owner: None,
             owners: Default::default(),
             clock: ClockTicks::default(),
             last_sweep: ClockTicks::default(),
-            entries_per_source: None,
-            table,
+            max_entries_per_source: None,
+            connection_table,
             recent_connections: RecentConnections::default(),
-            entries_by_source: vec![0; intf::SOURCE_SHARDS as usize],
+            entry_count_by_source: vec![0; intf::SOURCE_SHARDS as usize],
         }
     }
 
-    fn source_entries_mut(&mut self, client: IpAddr) -> &mut u32 {
-        &mut self.entries_by_source[source_shard(&self.key, client)]
+    fn source_entry_count_mut(&mut self, client: IpAddr) -> &mut u32 {
+        &mut self.entry_count_by_source[source_prefix_shard(&self.key, client)]
     }
 
     fn may_take_entry(&mut self, client: IpAddr) -> bool {
-        let limit = self.entries_per_source;
-        limit.is_none_or(|limit| *self.source_entries_mut(client) < limit)
+        let limit = self.max_entries_per_source;
+        limit.is_none_or(|limit| *self.source_entry_count_mut(client) < limit)
     }
 
     pub fn connection(&self, index: ConnectionIndex) -> Option<Connection> {
-        self.table.connection(index)
+        self.connection_table.connection(index)
     }
 
     pub fn connections(&self) -> impl Iterator<Item = Connection> + '_ {
-        self.table.size().indexes().filter_map(|index| self.table.connection(index))
+        self.connection_table.size().entry_indexes().filter_map(|index| self.connection_table.connection(index))
     }
 
     pub fn free_connections(&mut self, connections: &[Connection]) {
         let is_unchanged = |connection: &&Connection| {
-            let now = self.table.connection(connection.index);
-            now.is_some_and(|now| now.has_no_packet_since(connection))
+            let current_connection = self.connection_table.connection(connection.index);
+            current_connection.is_some_and(|now| now.has_no_packet_since(connection))
         };
-        let release = |connection: &&Connection| self.table.release(connection.index, connection.identity);
-        let released: Vec<&Connection> = connections.iter().filter(is_unchanged).filter(release).collect();
-        for connection in released {
-            self.table.push(connection.index);
-            *self.source_entries_mut(connection.client.ip()) -= 1;
+        let release_entry =
+            |connection: &&Connection| self.connection_table.release(connection.index, connection.identity);
+        let released_connections: Vec<&Connection> =
+            connections.iter().filter(is_unchanged).filter(release_entry).collect();
+        for connection in released_connections {
+            self.connection_table.push(connection.index);
+            *self.source_entry_count_mut(connection.client.ip()) -= 1;
         }
     }
 
-    pub fn free_services(&mut self, services: &[usize]) {
+    pub fn free_service_entries(&mut self, services: &[usize]) {
         for service in services {
-            let theirs: Vec<Connection> =
+            let service_connections: Vec<Connection> =
                 self.connections().filter(|connection| usize::from(connection.identity.service) == *service).collect();
-            self.free_connections(&theirs);
+            self.free_connections(&service_connections);
         }
     }
 
     pub fn update(&self, index: ConnectionIndex, bytes: u64, closing: bool) -> bool {
-        self.table.update(index, bytes, closing, self.clock)
+        self.connection_table.update(index, bytes, closing, self.clock)
     }
 }
 
 impl LoadBalancer {
     pub(super) fn connection_hash(&self, service_slot: usize, tuple: &FourTuple) -> ConnectionHash {
-        ConnectionHash::new(&self.stateful.key, service_slot as u16, tuple.client())
+        ConnectionHash::new(&self.connection_table_state.key, service_slot as u16, tuple.client())
     }
 
     /// Decides on a packet by the index `number` in its cookie. `from` is the source MAC address of the frame.
@@ -128,18 +132,18 @@ impl LoadBalancer {
         tuple: &FourTuple,
         number: u16,
         counter: intf::lb_counter,
-        from: Mac,
+        from: MacAddress,
         now_ns: u64,
     ) -> IndexLookup {
         let (owner, entry) = decode_cookie_index(number);
-        if self.stateful.owner != Some(owner) {
+        if self.connection_table_state.owner != Some(owner) {
             return IndexLookup::Decided(
-                self.decide_owner((service_slot, tuple.client().ip()), owner, from, now_ns),
+                self.forward_to_owner((service_slot, tuple.client().ip()), owner, from, now_ns),
                 None,
             );
         }
         let hash = self.connection_hash(service_slot, tuple);
-        match self.stateful.table.find(hash, entry, service_slot as u16) {
+        match self.connection_table_state.connection_table.find(hash, entry, service_slot as u16) {
             None => IndexLookup::UnknownConnection,
             Some((_, id)) if self.service(service_slot).server(id).is_none() => IndexLookup::UnknownServer,
             Some((index, id)) => IndexLookup::Decided(self.deliver_to(service_slot, id, counter), Some(index)),
@@ -147,36 +151,43 @@ impl LoadBalancer {
     }
 
     /// Forwards to the load balancer that owns the entry, unless the packet came from another load balancer.
-    fn decide_owner(&mut self, of: (usize, IpAddr), owner: OwnerNumber, from: Mac, now_ns: u64) -> Decision {
-        let owners = self.stateful.owners;
+    fn forward_to_owner(
+        &mut self,
+        of: (usize, IpAddr),
+        owner: TableOwnerNumber,
+        from: MacAddress,
+        now_ns: u64,
+    ) -> Decision {
+        let owners = self.connection_table_state.owners;
         match owners[usize::from(owner.get())] {
-            Owner::Unknown => self.decide_unknown(of, now_ns),
-            Owner::Reachable(mac) if !owners.contains(&Owner::Reachable(from)) => {
+            TableOwner::Unknown => self.decide_unknown(of, now_ns),
+            TableOwner::Reachable(mac) if !owners.contains(&TableOwner::Reachable(from)) => {
                 Decision::forward(intf::LB_COUNTER_TO_OWNER, mac)
             }
-            Owner::Reachable(_) | Owner::Lost => {
-                let over_rate = intf::LB_COUNTER_DROP_BROADCAST_RATE_LIMITED;
-                self.deliver_broadcast(of, intf::LIMITED_OWNER_LOST, over_rate, now_ns)
+            TableOwner::Reachable(_) | TableOwner::Lost => {
+                let over_rate_counter = intf::LB_COUNTER_DROP_BROADCAST_RATE_LIMITED;
+                self.deliver_broadcast(of, intf::LIMITED_OWNER_LOST, over_rate_counter, now_ns)
             }
         }
     }
 
     /// Takes the slot of an expired entry for a new connection, and returns the entry's index.
-    fn reuse(&mut self, new: &NewConnection, server: ServerId) -> Option<ConnectionIndex> {
-        let (clock, swept) = (self.stateful.clock, self.stateful.last_sweep);
+    fn reuse_expired_entry(&mut self, new: &NewConnection, server: ServerId) -> Option<ConnectionIndex> {
+        let (clock, swept) = (self.connection_table_state.clock, self.connection_table_state.last_sweep);
         let is_expired = |connection: &Connection| {
             let identity = connection.identity;
-            let known = self.service(usize::from(identity.service)).server(identity.server).is_some();
-            Timeouts::default().is_expired(connection, known, swept, clock)
+            let is_server_known = self.service(usize::from(identity.service)).server(identity.server).is_some();
+            ConnectionTimeouts::default().is_expired(connection, is_server_known, swept, clock)
         };
-        let (index, before) = self.stateful.table.reuse(new, server, clock, is_expired)?;
-        let held = self.stateful.source_entries_mut(before.client.ip());
-        *held = held.saturating_sub(1);
+        let (index, before) =
+            self.connection_table_state.connection_table.reuse_expired_slot(new, server, clock, is_expired)?;
+        let entry_count = self.connection_table_state.source_entry_count_mut(before.client.ip());
+        *entry_count = entry_count.saturating_sub(1);
         Some(index)
     }
 
     /// Takes an entry for a SYN, or finds that of its first transmission. TSecr carries the entry to the server.
-    pub(super) fn decide_new_stateful(
+    pub(super) fn decide_stateful_syn(
         &mut self,
         service_slot: usize,
         packet: &Packet,
@@ -184,34 +195,41 @@ impl LoadBalancer {
         bytes: u64,
     ) -> Decision {
         let hash = self.connection_hash(service_slot, &packet.tuple());
-        let owner = self.stateful.owner;
-        let recent = self.stateful.recent_connections.find_slot(hash);
-        let before = recent.and_then(|recent| self.stateful.table.find(hash, recent, service_slot as u16));
-        if let (Some((index, id)), Some(owner)) = (before, owner)
+        let own_number = self.connection_table_state.owner;
+        let recent_slot = self.connection_table_state.recent_connections.find_slot(hash);
+        let existing_entry = recent_slot
+            .and_then(|recent| self.connection_table_state.connection_table.find(hash, recent, service_slot as u16));
+        if let (Some((index, id)), Some(owner)) = (existing_entry, own_number)
             && self.service(service_slot).takes_new_connections(id)
         {
-            let opens = self.stateful.table.reopen(index, self.stateful.clock);
-            self.stateful.recent_connections.remember(hash, index);
-            let decision = self.deliver_to(service_slot, id, intf::LB_COUNTER_NEW_CONNECTION).opening(opens);
+            let was_closing =
+                self.connection_table_state.connection_table.reopen(index, self.connection_table_state.clock);
+            self.connection_table_state.recent_connections.remember(hash, index);
+            let decision =
+                self.deliver_to(service_slot, id, intf::LB_COUNTER_NEW_CONNECTION).with_opens_connection(was_closing);
             return decision.with_tsecr(tsecr, encode_syn_tsecr(owner, index.slot()));
         }
         let decision = self.decide_by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION);
         let decision = if tsecr.value == 0 { decision } else { decision.with_tsecr(tsecr, 0) };
-        let (Some(server), Some(owner)) = (decision.server(), owner) else { return decision };
-        if !self.stateful.may_take_entry(packet.client.ip()) {
+        let (Some(server), Some(owner)) = (decision.server(), own_number) else { return decision };
+        if !self.connection_table_state.may_take_entry(packet.client.ip()) {
             return decision.with_event(intf::LB_EVENT_CONNECTION_SOURCE_LIMITED);
         }
-        let new = NewConnection { hash, service: service_slot as u16, client: packet.client, bytes };
-        let (index, decision) = match self.stateful.table.take(&new, server, self.stateful.clock) {
+        let new_connection = NewConnection { hash, service: service_slot as u16, client: packet.client, bytes };
+        let (index, decision) = match self.connection_table_state.connection_table.take(
+            &new_connection,
+            server,
+            self.connection_table_state.clock,
+        ) {
             Ok(index) => (index, decision),
-            Err(TakeError::Full) => match self.reuse(&new, server) {
+            Err(TakeSlotError::Full) => match self.reuse_expired_entry(&new_connection, server) {
                 Some(index) => (index, decision.with_event(intf::LB_EVENT_CONNECTION_REUSED)),
                 None => return decision.with_event(intf::LB_EVENT_CONNECTION_TABLE_FULL),
             },
-            Err(TakeError::Contended) => unreachable!("no other operation takes entries here"),
+            Err(TakeSlotError::Contended) => unreachable!("no other operation takes entries here"),
         };
-        *self.stateful.source_entries_mut(packet.client.ip()) += 1;
-        self.stateful.recent_connections.remember(hash, index);
+        *self.connection_table_state.source_entry_count_mut(packet.client.ip()) += 1;
+        self.connection_table_state.recent_connections.remember(hash, index);
         decision.with_tsecr(tsecr, encode_syn_tsecr(owner, index.slot()))
     }
 }

@@ -2,30 +2,30 @@
 
 use super::ip_packet::u32_at;
 
-pub(super) const TCP_HEADER: usize = 20;
+pub(super) const TCP_HEADER_BYTES: usize = 20;
 const OPTION_END: u8 = 0;
 const OPTION_NOP: u8 = 1;
 const OPTION_TIMESTAMP: u8 = 8;
-const TIMESTAMP_LENGTH: usize = 10;
+const TIMESTAMP_OPTION_BYTES: usize = 10;
 
 pub(super) struct MalformedOptions;
 
 /// Returns the offset of the timestamp option, if there is one. The options after it are not checked.
-pub(super) fn timestamp_offset(options: &[u8]) -> Result<Option<usize>, MalformedOptions> {
+pub(super) fn timestamp_option_offset(options: &[u8]) -> Result<Option<usize>, MalformedOptions> {
     let mut at = 0;
     while at < options.len() {
         match options[at] {
             OPTION_END => return Ok(None),
             OPTION_NOP => at += 1,
             kind => {
-                let length = options.get(at + 1).copied().map_or(0, usize::from);
-                if length < 2 || at + length > options.len() {
+                let option_length = options.get(at + 1).copied().map_or(0, usize::from);
+                if option_length < 2 || at + option_length > options.len() {
                     return Err(MalformedOptions);
                 }
-                if kind == OPTION_TIMESTAMP && length == TIMESTAMP_LENGTH {
+                if kind == OPTION_TIMESTAMP && option_length == TIMESTAMP_OPTION_BYTES {
                     return Ok(Some(at));
                 }
-                at += length;
+                at += option_length;
             }
         }
     }
@@ -34,9 +34,9 @@ pub(super) fn timestamp_offset(options: &[u8]) -> Result<Option<usize>, Malforme
 
 /// Returns the TSval in the quoted start of a TCP segment, if the quote includes it.
 pub(super) fn quoted_tsval(segment: &[u8]) -> Option<u32> {
-    let header = usize::from(segment.get(12)? >> 4) * 4;
-    let options = segment.get(TCP_HEADER..header.min(segment.len()))?;
+    let header_bytes = usize::from(segment.get(12)? >> 4) * 4;
+    let options = segment.get(TCP_HEADER_BYTES..header_bytes.min(segment.len()))?;
     // A truncated list is malformed: then there is no timestamp.
-    let at = timestamp_offset(options).ok().flatten()?;
+    let at = timestamp_option_offset(options).ok().flatten()?;
     Some(u32_at(options, at + 2))
 }

@@ -9,10 +9,10 @@ use crate::ServerId;
 use crate::vlan::Vlan;
 
 const ETHERTYPE_VLAN: u16 = 0x8100;
-const TAG_BYTES: usize = 4;
+const VLAN_TAG_BYTES: usize = 4;
 /// Offset of the 802.1Q tag in a frame, and of the ethertype in a frame without tag.
-const TAG_OFFSET: usize = ETHERNET_HEADER_BYTES - 2;
-const PRIORITY_MASK: u16 = 0xf000;
+const VLAN_TAG_OFFSET: usize = ETHERNET_HEADER_BYTES - 2;
+const VLAN_PRIORITY_MASK: u16 = 0xf000;
 const VLAN_ID_MASK: u16 = 0x0fff;
 
 /// VLANs of a load balancer.
@@ -27,17 +27,17 @@ pub struct Vlans {
 impl LoadBalancer {
     /// Sets the VLAN in which a server is.
     pub fn set_server_vlan(&mut self, id: ServerId, vlan: Vlan) {
-        self.server_vlans.insert(id, vlan);
+        self.vlan_by_server.insert(id, vlan);
     }
 
     /// Sets the VLAN in which all servers of a service are; `None` if they are in several.
     pub fn set_broadcast_vlan(&mut self, service: usize, vlan: Option<Vlan>) {
-        self.broadcast_vlans.insert(service, vlan);
+        self.broadcast_vlan_by_slot.insert(service, vlan);
     }
 
     /// Returns whether one frame can reach all servers of the service.
     pub(super) fn has_broadcast_vlan(&self, service: usize) -> bool {
-        !self.settings.vlans.is_tagging_enabled || self.broadcast_vlans.get(&service) != Some(&None)
+        !self.settings.vlans.is_tagging_enabled || self.broadcast_vlan_by_slot.get(&service) != Some(&None)
     }
 
     /// Processes a frame, and turns it into the frame that leaves. `now_ns` is the time of a monotonic clock.
@@ -49,26 +49,26 @@ impl LoadBalancer {
         let outcome = if tag.unwrap_or(0) & VLAN_ID_MASK == self.settings.vlans.vip.get() {
             self.receive_untagged(frame, now_ns)
         } else {
-            let not_ours = || Decision::from_counter(intf::LB_COUNTER_PASSED_NOT_SERVICE).outcome(None);
-            self.process_reply(frame).unwrap_or_else(not_ours)
+            let pass_outcome = || Decision::from_counter(intf::LB_COUNTER_PASSED_NOT_SERVICE).outcome(None);
+            self.process_reply(frame).unwrap_or_else(pass_outcome)
         };
         if outcome.verdict() != XdpVerdict::Drop {
-            let own = self
+            let egress_tag = self
                 .egress_vlan(&outcome)
-                .map(|vlan| (vlan.get() != 0).then(|| tag.unwrap_or(0) & PRIORITY_MASK | vlan.get()));
-            insert_tag(frame, own.unwrap_or(tag));
+                .map(|vlan| (vlan.get() != 0).then(|| tag.unwrap_or(0) & VLAN_PRIORITY_MASK | vlan.get()));
+            insert_vlan_tag(frame, egress_tag.unwrap_or(tag));
         }
         outcome
     }
 
     /// Removes the tag of a frame to this load balancer. Returns the tag's priority and VLAN, if the frame had a tag.
     fn remove_tag(&self, frame: &mut Vec<u8>) -> Option<u16> {
-        let is_ours = frame.len() >= ETHERNET_HEADER_BYTES + TAG_BYTES
+        let is_own_tagged_frame = frame.len() >= ETHERNET_HEADER_BYTES + VLAN_TAG_BYTES
             && frame[..6] == self.own_mac
-            && u16_at(frame, TAG_OFFSET) == ETHERTYPE_VLAN;
-        is_ours.then(|| {
-            let removed: Vec<u8> = frame.drain(TAG_OFFSET..TAG_OFFSET + TAG_BYTES).collect();
-            u16_at(&removed, 2)
+            && u16_at(frame, VLAN_TAG_OFFSET) == ETHERTYPE_VLAN;
+        is_own_tagged_frame.then(|| {
+            let removed_tag: Vec<u8> = frame.drain(VLAN_TAG_OFFSET..VLAN_TAG_OFFSET + VLAN_TAG_BYTES).collect();
+            u16_at(&removed_tag, 2)
         })
     }
 
@@ -76,15 +76,15 @@ impl LoadBalancer {
     fn egress_vlan(&self, outcome: &Outcome) -> Option<Vlan> {
         match outcome.counter {
             intf::LB_COUNTER_BROADCAST | intf::LB_COUNTER_BROADCAST_OWNER_LOST => {
-                *self.broadcast_vlans.get(&outcome.service?).unwrap_or(&Some(Vlan::UNTAGGED))
+                *self.broadcast_vlan_by_slot.get(&outcome.service?).unwrap_or(&Some(Vlan::UNTAGGED))
             }
-            _ => Some(self.server_vlans.get(&outcome.server?).copied().unwrap_or_default()),
+            _ => Some(self.vlan_by_server.get(&outcome.server?).copied().unwrap_or_default()),
         }
     }
 }
 
-fn insert_tag(frame: &mut Vec<u8>, tag: Option<u16>) {
+fn insert_vlan_tag(frame: &mut Vec<u8>, tag: Option<u16>) {
     if let Some(tag) = tag {
-        frame.splice(TAG_OFFSET..TAG_OFFSET, [ETHERTYPE_VLAN.to_be_bytes(), tag.to_be_bytes()].concat());
+        frame.splice(VLAN_TAG_OFFSET..VLAN_TAG_OFFSET, [ETHERTYPE_VLAN.to_be_bytes(), tag.to_be_bytes()].concat());
     }
 }

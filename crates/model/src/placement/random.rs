@@ -3,7 +3,7 @@
 use coreward_intf as intf;
 use rand::Rng;
 
-use super::{BucketCount, Candidate, Member, PlacementRule, PlacementTable, ServerCore, rendezvous_table};
+use super::{BucketCount, CandidateCore, PlacementRule, PlacementTable, ServerCore, TableMember, rendezvous_table};
 use crate::ServerId;
 use crate::rss::{InputTransform, RssKey, uniform_below};
 
@@ -18,35 +18,37 @@ impl PlacementTable {
         rng: &mut impl Rng,
     ) -> Self {
         let bucket_count = BucketCount::new(1 << uniform_below(rng, 10)).expect("a power of two");
-        let cores = 1 + uniform_below(rng, 8);
+        let cores_per_server = 1 + uniform_below(rng, 8);
         let core_slots: Vec<ServerCore> = servers
             .iter()
-            .flat_map(|server| (0..cores as u16).map(|core| ServerCore { server: *server, core }))
+            .flat_map(|server| (0..cores_per_server as u16).map(|core| ServerCore { server: *server, core }))
             .collect();
-        let most = intf::MAX_TABLE_CANDIDATES / (groups as u32 * bucket_count.get());
-        let per_bucket = 1 + uniform_below(rng, intf::MAX_CANDIDATES.min(most));
-        let mut candidate = || {
+        let max_per_bucket = intf::MAX_TABLE_CANDIDATES / (groups as u32 * bucket_count.get());
+        let candidates_per_bucket = 1 + uniform_below(rng, intf::MAX_CANDIDATES.min(max_per_bucket));
+        let mut random_candidate = || {
             let core_slot = uniform_below(rng, core_slots.len() as u32) as u16;
             let server = core_slots[usize::from(core_slot)].server;
-            Candidate { server, load: uniform_below(rng, 16) * 1000, core_slot }
+            CandidateCore { server, load: uniform_below(rng, 16) * 1000, core_slot }
         };
-        let candidates = (0..groups as u32 * bucket_count.get() * per_bucket).map(|_| candidate()).collect();
+        let candidates =
+            (0..groups as u32 * bucket_count.get() * candidates_per_bucket).map(|_| random_candidate()).collect();
         // Some servers occur twice, like servers of more weight.
-        let turns = servers.iter().chain(&servers[..uniform_below(rng, servers.len() as u32) as usize]);
-        let members = turns.map(|server| Member { server: *server, load: uniform_below(rng, 5) * 1000 }).collect();
+        let member_servers = servers.iter().chain(&servers[..uniform_below(rng, servers.len() as u32) as usize]);
+        let members =
+            member_servers.map(|server| TableMember { server: *server, load: uniform_below(rng, 5) * 1000 }).collect();
         let consistent_servers = rendezvous_table(servers, bucket_count);
-        let before = |server: &ServerId| match uniform_below(rng, 3) {
+        let random_previous_server = |server: &ServerId| match uniform_below(rng, 3) {
             0 => None,
             1 => Some(*server),
             _ => Some(servers[uniform_below(rng, servers.len() as u32) as usize]),
         };
-        let previous_consistent_servers = consistent_servers.iter().map(before).collect();
+        let previous_consistent_servers = consistent_servers.iter().map(random_previous_server).collect();
         Self {
             generation,
             rule,
             bucket_count,
-            groups: (0..groups).map(|_| random_key(rng)).collect(),
-            candidates_per_bucket: per_bucket,
+            groups: (0..groups).map(|_| random_rss_key(rng)).collect(),
+            candidates_per_bucket,
             candidates,
             assignment_cost: uniform_below(rng, 4) * 700,
             core_slots,
@@ -60,9 +62,9 @@ impl PlacementTable {
 }
 
 /// Returns a random RSS key, which has a transformed input in half of the cases.
-fn random_key(rng: &mut impl Rng) -> RssKey {
-    let inputs =
+fn random_rss_key(rng: &mut impl Rng) -> RssKey {
+    let input_transforms =
         [InputTransform::None, InputTransform::None, InputTransform::SymmetricXor, InputTransform::SymmetricOrXor];
-    let input = inputs[uniform_below(rng, inputs.len() as u32) as usize];
-    RssKey::random(rng).with_input(input)
+    let input_transform = input_transforms[uniform_below(rng, input_transforms.len() as u32) as usize];
+    RssKey::random(rng).with_input_transform(input_transform)
 }

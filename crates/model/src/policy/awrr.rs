@@ -2,7 +2,7 @@
 //! A server of mean load has 10 turns, an idle one 20, one far above the mean 2, each times the server's weight.
 
 use super::wrr_schedule::weighted_turn_table;
-use super::{Policy, Pool, independent_key};
+use super::{Policy, Pool, independent_hash_key};
 use crate::placement::{BucketCount, PlacementTable};
 use crate::rss::RssKey;
 use crate::statistics::mean;
@@ -12,18 +12,18 @@ pub const NAME: &str = "awrr";
 /// Number of turns of a server of mean load.
 const MEAN_TURNS: f64 = 10.0;
 /// Bounds of the number of turns, as published: 2, and 3 N (with the published alpha no load reaches 3 N).
-const TURNS_MIN: f64 = 2.0;
-const TURNS_MAX: f64 = 3.0 * MEAN_TURNS;
+const MIN_TURNS: f64 = 2.0;
+const MAX_TURNS: f64 = 3.0 * MEAN_TURNS;
 /// Smoothing factor of the weights: with 0 they follow the loads at once, with 1 never.
-const ALPHA: f64 = 0.5;
+const WEIGHT_SMOOTHING: f64 = 0.5;
 
 pub struct AdaptiveWeightedRoundRobin {
-    key: RssKey,
+    hash_key: RssKey,
 }
 
 impl AdaptiveWeightedRoundRobin {
     pub fn new(seed: u64) -> Self {
-        Self { key: independent_key(seed) }
+        Self { hash_key: independent_hash_key(seed) }
     }
 }
 
@@ -33,24 +33,24 @@ impl Policy for AdaptiveWeightedRoundRobin {
     }
 
     fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
-        let neutral = pool.neutral_load();
-        let loads: Vec<f64> = pool.eligible().map(|server| server.mean_load(neutral)).collect();
-        let average = mean(&loads).unwrap_or(0.0);
-        let by_load = loads.iter().map(|load| f64::from(turns(*load, average)));
-        let shares: Vec<f64> = by_load.zip(pool.shares()).map(|(turns, (_, share))| turns * share).collect();
-        weighted_turn_table(pool, buckets, generation, self.key.clone(), &shares)
+        let neutral_load = pool.neutral_load();
+        let loads: Vec<f64> = pool.eligible_servers().map(|server| server.mean_load(neutral_load)).collect();
+        let average_load = mean(&loads).unwrap_or(0.0);
+        let turns_by_load = loads.iter().map(|load| f64::from(adaptive_turn_count(*load, average_load)));
+        let shares: Vec<f64> = turns_by_load.zip(pool.shares()).map(|(turns, (_, share))| turns * share).collect();
+        weighted_turn_table(pool, buckets, generation, self.hash_key.clone(), &shares)
     }
 }
 
 /// Returns a server's turns N_i = round(10 L_avg / ((1 - a) L_i + a L_avg)), for its load L_i and smoothing a. (The
 /// paper's typesetting shows the fraction as an exponent; its text, "a perfectly balanced system would give N = 10",
 /// and its bounds only fit a factor.)
-fn turns(load: f64, average: f64) -> u32 {
+fn adaptive_turn_count(load: f64, average: f64) -> u32 {
     if average <= 0.0 {
         return MEAN_TURNS as u32;
     }
-    let turns = MEAN_TURNS * average / ((1.0 - ALPHA) * load + ALPHA * average);
-    turns.round().clamp(TURNS_MIN, TURNS_MAX) as u32
+    let turns = MEAN_TURNS * average / ((1.0 - WEIGHT_SMOOTHING) * load + WEIGHT_SMOOTHING * average);
+    turns.round().clamp(MIN_TURNS, MAX_TURNS) as u32
 }
 
 #[cfg(test)]
@@ -58,9 +58,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn turns_follow_the_load() {
-        assert_eq!([0.0, 0.25, 0.5, 1.0].map(|load| turns(load, 0.5)), [20, 13, 10, 7]);
-        assert_eq!(turns(1.0, 0.01), 2);
-        assert_eq!(turns(0.0, 0.0), 10);
+    fn server_with_less_load_has_more_turns() {
+        assert_eq!([0.0, 0.25, 0.5, 1.0].map(|load| adaptive_turn_count(load, 0.5)), [20, 13, 10, 7]);
+        assert_eq!(adaptive_turn_count(1.0, 0.01), 2);
+        assert_eq!(adaptive_turn_count(0.0, 0.0), 10);
     }
 }

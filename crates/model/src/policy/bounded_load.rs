@@ -4,7 +4,7 @@
 //! Skipping full servers on the ring gives the same table as a ring without them.
 
 use super::consistent_hash::weighted_ring_table;
-use super::{LoadMetric, Policy, Pool, TelemetryLevel, independent_key, table_by_bucket};
+use super::{LoadMetric, Policy, Pool, TelemetryLevel, independent_hash_key, table_by_bucket};
 use crate::ServerId;
 use crate::placement::{BucketCount, PlacementTable};
 use crate::rss::RssKey;
@@ -15,17 +15,17 @@ pub const NAME: &str = "bounded-load";
 /// better and moves more buckets.
 const BALANCE_FACTOR: f64 = 1.25;
 
-pub struct BoundedLoad {
-    key: RssKey,
+pub struct BoundedLoadPolicy {
+    hash_key: RssKey,
 }
 
-impl BoundedLoad {
+impl BoundedLoadPolicy {
     pub fn new(seed: u64) -> Self {
-        Self { key: independent_key(seed) }
+        Self { hash_key: independent_hash_key(seed) }
     }
 }
 
-impl Policy for BoundedLoad {
+impl Policy for BoundedLoadPolicy {
     fn name(&self) -> &'static str {
         NAME
     }
@@ -40,22 +40,24 @@ impl Policy for BoundedLoad {
 
     fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
         let shares = pool.shares();
-        let below = positions_below_bound(
+        let below_bound = positions_below_bound(
             &LoadMetric::Connections.server_loads(pool),
             &LoadMetric::Connections.comparison_shares(pool),
         );
-        let ring: Vec<(ServerId, f64)> = below.iter().map(|position| shares[*position]).collect();
-        let of_ring = weighted_ring_table(&ring, buckets.get() as usize);
-        let positions: Vec<usize> = of_ring.into_iter().map(|position| below[position]).collect();
-        table_by_bucket(pool, buckets, generation, self.key.clone(), &positions)
+        let servers_on_ring: Vec<(ServerId, f64)> = below_bound.iter().map(|position| shares[*position]).collect();
+        let ring_positions = weighted_ring_table(&servers_on_ring, buckets.get() as usize);
+        let positions: Vec<usize> = ring_positions.into_iter().map(|position| below_bound[position]).collect();
+        table_by_bucket(pool, buckets, generation, self.hash_key.clone(), &positions)
     }
 }
 
 /// Returns the positions of the servers below their bound. There is at least one, because the bound includes the next
 /// connection (ceil(c m / n) in the paper). `open` has the connections of each server, `parts` its share.
 fn positions_below_bound(open: &[f64], parts: &[f64]) -> Vec<usize> {
-    let per_part = (open.iter().sum::<f64>() + 1.0) / parts.iter().sum::<f64>();
-    (0..open.len()).filter(|position| open[*position] < BALANCE_FACTOR * per_part * parts[*position]).collect()
+    let connections_per_share = (open.iter().sum::<f64>() + 1.0) / parts.iter().sum::<f64>();
+    (0..open.len())
+        .filter(|position| open[*position] < BALANCE_FACTOR * connections_per_share * parts[*position])
+        .collect()
 }
 
 #[cfg(test)]
@@ -66,7 +68,7 @@ mod tests {
 
     const BUCKET_COUNT: usize = 1024;
 
-    fn pool(open: &[u32]) -> Pool {
+    fn pool_with_connections(open: &[u32]) -> Pool {
         let server = |(position, open): (usize, &u32)| PoolServer {
             open_connections: *open,
             ..PoolServer::new((position as u64 + 1).try_into().unwrap())
@@ -74,22 +76,27 @@ mod tests {
         Pool::new(open.iter().enumerate().map(server).collect(), 1)
     }
 
-    fn servers_of_buckets(open: &[u32]) -> Vec<u16> {
-        let table = BoundedLoad::new(1).compute_table(&pool(open), BucketCount::new(BUCKET_COUNT as u64).unwrap(), 1);
+    fn server_by_bucket(open: &[u32]) -> Vec<u16> {
+        let table = BoundedLoadPolicy::new(1).compute_table(
+            &pool_with_connections(open),
+            BucketCount::new(BUCKET_COUNT as u64).unwrap(),
+            1,
+        );
         (0..BUCKET_COUNT as u32).map(|bucket| table.candidates_of(0, bucket)[0].server.get()).collect()
     }
 
     #[test]
-    fn table_below_the_bound_equals_the_ring() {
+    fn table_of_servers_below_their_bound_equals_the_hash_ring() {
         let ids: Vec<ServerId> = (1..=5).map(|id| ServerId::try_from(id).unwrap()).collect();
-        let ring: Vec<u16> = ring_table(&ids, BUCKET_COUNT).into_iter().map(|position| ids[position].get()).collect();
-        assert_eq!(servers_of_buckets(&[0; 5]), ring);
-        assert_eq!(servers_of_buckets(&[100, 110, 90, 120, 80]), ring);
+        let servers_on_ring: Vec<u16> =
+            ring_table(&ids, BUCKET_COUNT).into_iter().map(|position| ids[position].get()).collect();
+        assert_eq!(server_by_bucket(&[0; 5]), servers_on_ring);
+        assert_eq!(server_by_bucket(&[100, 110, 90, 120, 80]), servers_on_ring);
     }
 
     #[test]
-    fn full_server_gets_no_bucket_and_no_other_bucket_moves() {
-        let (before, after) = (servers_of_buckets(&[100; 5]), servers_of_buckets(&[100, 100, 200, 100, 100]));
+    fn server_at_its_bound_loses_its_buckets_and_no_other_bucket_moves() {
+        let (before, after) = (server_by_bucket(&[100; 5]), server_by_bucket(&[100, 100, 200, 100, 100]));
         assert!(before.contains(&3) && !after.contains(&3));
         assert!(before.iter().zip(&after).all(|(before, after)| before == after || *before == 3));
     }
@@ -97,18 +104,21 @@ mod tests {
     #[test]
     fn no_server_exceeds_its_bound_while_connections_open() {
         // One connection per table: the bound of the paper holds exactly.
-        let mut open = [0u32; 7];
+        let mut open_connections = [0u32; 7];
         for connection in 0..2_000u32 {
             let bucket = crate::placement::mix_hash(connection) as usize % BUCKET_COUNT;
-            open[usize::from(servers_of_buckets(&open)[bucket]) - 1] += 1;
-            let bound = (BALANCE_FACTOR * f64::from(connection + 1) / 7.0).ceil();
-            assert!(open.iter().all(|count| f64::from(*count) <= bound), "{open:?}, bound {bound}");
+            open_connections[usize::from(server_by_bucket(&open_connections)[bucket]) - 1] += 1;
+            let connection_bound = (BALANCE_FACTOR * f64::from(connection + 1) / 7.0).ceil();
+            assert!(
+                open_connections.iter().all(|count| f64::from(*count) <= connection_bound),
+                "{open_connections:?}, bound {connection_bound}"
+            );
         }
     }
 
     #[test]
     fn single_server_gets_all_buckets() {
-        assert!(servers_of_buckets(&[1_000_000]).iter().all(|server| *server == 1));
+        assert!(server_by_bucket(&[1_000_000]).iter().all(|server| *server == 1));
         assert_eq!(positions_below_bound(&[7.0, 7.0], &[1.0, 1.0]), [0, 1]);
     }
 }

@@ -9,7 +9,7 @@ pub const NAME: &str = "consistent-hash";
 /// Number of points of each server on the ring. The standard deviation of the shares is 1 / sqrt(64) = 12.5 %. With 468
 /// servers and 70,000 connections, the fullest server is about twice as far above the mean as with a uniform hash.
 /// Cheetah shows the same (NSDI'20, Fig. 2b, without the number of points).
-const POINT_COUNT: u32 = 64;
+const POINTS_PER_SERVER: u32 = 64;
 
 /// Returns, for each of `size` buckets evenly spaced on the ring, the position in `servers` of the server of the next
 /// point; empty without servers.
@@ -21,57 +21,60 @@ pub fn ring_table(servers: &[ServerId], size: usize) -> Vec<usize> {
 /// Returns the result of [`ring_table`] for servers with shares: a server of share 2 has twice as many points. Points
 /// of other servers do not change.
 pub fn weighted_ring_table(servers: &[(ServerId, f64)], size: usize) -> Vec<usize> {
-    let mut points: Vec<(u64, usize)> = Vec::with_capacity(servers.len() * POINT_COUNT as usize);
+    let mut ring_points: Vec<(u64, usize)> = Vec::with_capacity(servers.len() * POINTS_PER_SERVER as usize);
     for (position, (server, share)) in servers.iter().enumerate() {
-        let own = ((f64::from(POINT_COUNT) * share).round() as u32).max(1);
-        points.extend((0..own).map(|point| (mix_hash(point << 16 | u32::from(server.get())), position)));
+        let server_point_count = ((f64::from(POINTS_PER_SERVER) * share).round() as u32).max(1);
+        ring_points
+            .extend((0..server_point_count).map(|point| (mix_hash(point << 16 | u32::from(server.get())), position)));
     }
-    points.sort_unstable();
-    let Some(first) = points.first().copied() else { return Vec::new() };
-    let mut next = 0;
-    let of_bucket = |bucket: usize| {
-        let place = ((bucket as u128) << 64) / size as u128;
-        while points.get(next).is_some_and(|(point, _)| u128::from(*point) < place) {
-            next += 1;
+    ring_points.sort_unstable();
+    let Some(first) = ring_points.first().copied() else { return Vec::new() };
+    let mut next_point = 0;
+    let position_of_bucket = |bucket: usize| {
+        let bucket_point = ((bucket as u128) << 64) / size as u128;
+        while ring_points.get(next_point).is_some_and(|(point, _)| u128::from(*point) < bucket_point) {
+            next_point += 1;
         }
-        points.get(next).map_or(first.1, |(_, position)| *position)
+        ring_points.get(next_point).map_or(first.1, |(_, position)| *position)
     };
-    (0..size).map(of_bucket).collect()
+    (0..size).map(position_of_bucket).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn servers(count: u64) -> Vec<ServerId> {
+    fn server_ids(count: u64) -> Vec<ServerId> {
         (1..=count).map(|id| ServerId::try_from(id).unwrap()).collect()
     }
 
     #[test]
-    fn removed_server_moves_only_its_own_buckets() {
-        let before = servers(50);
+    fn removal_of_a_server_moves_only_its_own_buckets() {
+        let before = server_ids(50);
         let (table, after) = (ring_table(&before, 2048), ring_table(&before[1..], 2048));
         assert!(table.iter().zip(&after).all(|(old, new)| *old == 0 || *old == new + 1));
     }
 
     #[test]
-    fn double_share_has_about_twice_the_buckets() {
-        let shared: Vec<_> = servers(100).into_iter().map(|id| (id, if id.get() <= 50 { 2.0 } else { 1.0 })).collect();
-        let table = weighted_ring_table(&shared, 1 << 16);
-        let heavy = table.iter().filter(|position| **position < 50).count();
-        assert!((heavy as f64 / 65_536.0 - 2.0 / 3.0).abs() < 0.02, "{heavy}");
+    fn server_of_twice_the_share_has_about_twice_the_buckets() {
+        let servers_and_shares: Vec<_> =
+            server_ids(100).into_iter().map(|id| (id, if id.get() <= 50 { 2.0 } else { 1.0 })).collect();
+        let table = weighted_ring_table(&servers_and_shares, 1 << 16);
+        let heavy_bucket_count = table.iter().filter(|position| **position < 50).count();
+        assert!((heavy_bucket_count as f64 / 65_536.0 - 2.0 / 3.0).abs() < 0.02, "{heavy_bucket_count}");
     }
 
     #[test]
-    fn fewer_points_make_shares_less_even() {
+    fn deviation_of_shares_is_as_expected_from_the_number_of_points() {
         let (count, size) = (1_000, 1 << 20);
-        let mut shares = vec![0u32; count as usize];
-        ring_table(&servers(count), size).iter().for_each(|position| shares[*position] += 1);
-        let mean = size as f64 / count as f64;
-        let squares: f64 = shares.iter().map(|share| (f64::from(*share) / mean - 1.0).powi(2)).sum();
-        let deviation = (squares / count as f64).sqrt();
+        let mut buckets_per_server = vec![0u32; count as usize];
+        ring_table(&server_ids(count), size).iter().for_each(|position| buckets_per_server[*position] += 1);
+        let mean_bucket_count = size as f64 / count as f64;
+        let sum_of_squares: f64 =
+            buckets_per_server.iter().map(|share| (f64::from(*share) / mean_bucket_count - 1.0).powi(2)).sum();
+        let relative_deviation = (sum_of_squares / count as f64).sqrt();
         // The distances between points are exponential, a share is the sum of 64: 1 / sqrt(64).
-        assert!((deviation - 0.125).abs() < 0.01, "{deviation}");
+        assert!((relative_deviation - 0.125).abs() < 0.01, "{relative_deviation}");
         assert!(ring_table(&[], 128).is_empty());
     }
 }

@@ -4,24 +4,24 @@
 
 use super::groups::{fill_candidates, rss_groups};
 use super::policy_cache::PolicyCache;
-use super::{Policy, Pool, independent_key, modulo_placement, table_with};
+use super::{Policy, Pool, independent_hash_key, modulo_placement_table, table_with_consistent_servers};
 use crate::placement::{BucketCount, PlacementRule, PlacementTable};
 use crate::rss::RssKey;
 
 pub const NAME: &str = "crossrss";
 
-pub struct CrossRss {
-    key: RssKey,
+pub struct CrossRssPolicy {
+    hash_key: RssKey,
     pub(super) cache: PolicyCache,
 }
 
-impl CrossRss {
+impl CrossRssPolicy {
     pub fn new(seed: u64) -> Self {
-        Self { key: independent_key(seed), cache: PolicyCache::default() }
+        Self { hash_key: independent_hash_key(seed), cache: PolicyCache::default() }
     }
 }
 
-impl Policy for CrossRss {
+impl Policy for CrossRssPolicy {
     fn name(&self) -> &'static str {
         NAME
     }
@@ -31,7 +31,7 @@ impl Policy for CrossRss {
     }
 
     fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
-        core_aware_table(pool, buckets, generation, &self.key, PlacementRule::Table, |_, _| 1, &mut self.cache)
+        core_aware_table(pool, buckets, generation, &self.hash_key, PlacementRule::Table, |_, _| 1, &mut self.cache)
     }
 }
 
@@ -48,13 +48,14 @@ pub fn core_aware_table(
     kept: &mut PolicyCache,
 ) -> PlacementTable {
     let groups = rss_groups(pool, fallback);
-    let nobody = pool.eligible().next().is_none();
-    if nobody || (!pool.has_loads() && rule == PlacementRule::Table) {
-        return modulo_placement(pool, buckets, generation, groups[0].key.clone());
+    let has_no_eligible_server = pool.eligible_servers().next().is_none();
+    if has_no_eligible_server || (!pool.has_loads() && rule == PlacementRule::Table) {
+        return modulo_placement_table(pool, buckets, generation, groups[0].key.clone());
     }
-    let consistent = kept.consistent_servers(pool, buckets);
-    let mut table = table_with(pool, rule, buckets, generation, groups[0].key.clone(), consistent);
-    let per_bucket = per_bucket(table.members.len(), groups.len());
-    fill_candidates(&mut table, &groups, buckets, pool, per_bucket, kept);
+    let consistent_servers = kept.consistent_servers(pool, buckets);
+    let mut table =
+        table_with_consistent_servers(pool, rule, buckets, generation, groups[0].key.clone(), consistent_servers);
+    let candidates_per_bucket = per_bucket(table.members.len(), groups.len());
+    fill_candidates(&mut table, &groups, buckets, pool, candidates_per_bucket, kept);
     table
 }

@@ -29,9 +29,9 @@ use coreward_intf as intf;
 use super::crossrss::core_aware_table;
 use super::normalized_load::NormalizedLoad;
 use super::policy_cache::PolicyCache;
-use super::{LoadHistogram, Policy, Pool, ServerClass, ServerLoads, TelemetryLevel, independent_key};
+use super::{LoadHistogram, Policy, Pool, ServerClass, ServerLoads, TelemetryLevel, independent_hash_key};
 use crate::ServerId;
-use crate::load::{CoreLoads, to_fixed_point};
+use crate::load::{CoreLoads, load_to_fixed_point};
 use crate::placement::{BucketCount, PlacementRule, PlacementTable};
 use crate::rss::RssKey;
 
@@ -39,19 +39,19 @@ pub const NAME: &str = "crossrss-plus";
 
 /// Multiple of the deficits that the connections of one interval fill. 1 would suffice if loads stayed until new
 /// connections come; loads that change fast then overshoot (docs/policies.md).
-const FILL_FACTOR: f64 = 1.5;
+const DEFICIT_FILL_FACTOR: f64 = 1.5;
 
 /// Weight of the newest report in the average of recent loads: a memory of about five reports, half a second at 10 Hz.
 /// Values from 0.1 to 0.3 make little difference (docs/policies.md).
-const RECENT_ALPHA: f64 = 0.2;
+const RECENT_LOAD_WEIGHT: f64 = 0.2;
 
 /// Weight of the newest interval in the average number of connections per interval. Small, because the expected number
 /// is needed and not the last one.
-const OPENED_ALPHA: f64 = 0.1;
+const OPENED_CONNECTIONS_WEIGHT: f64 = 0.1;
 
 /// Cost of a connection while the number of new connections is unknown, as a share of the mean load of a connection.
 /// The next report shows half of the load (the published alpha of the moving average).
-const SHARE_OF_MEAN: f64 = 0.5;
+const DEFAULT_COST_SHARE: f64 = 0.5;
 
 /// Method by which the cost of an assigned connection is determined.
 enum ConnectionCost {
@@ -62,14 +62,14 @@ enum ConnectionCost {
 }
 
 /// Policy `crossrss-plus`.
-pub struct CrossRssPlus {
-    key: RssKey,
-    cost: ConnectionCost,
-    recent: RecentLoads,
+pub struct CrossRssPlusPolicy {
+    hash_key: RssKey,
+    connection_cost: ConnectionCost,
+    recent_loads: RecentLoads,
     pub(super) cache: PolicyCache,
 }
 
-impl CrossRssPlus {
+impl CrossRssPlusPolicy {
     /// Returns the policy with the cost by deficits, as listed in the registry.
     pub fn new(seed: u64) -> Self {
         Self::with_cost(seed, ConnectionCost::Deficit { opened: None })
@@ -80,8 +80,13 @@ impl CrossRssPlus {
         Self::with_cost(seed, ConnectionCost::Share(share))
     }
 
-    fn with_cost(seed: u64, cost: ConnectionCost) -> Self {
-        Self { key: independent_key(seed), cost, recent: RecentLoads::default(), cache: PolicyCache::default() }
+    fn with_cost(seed: u64, connection_cost: ConnectionCost) -> Self {
+        Self {
+            hash_key: independent_hash_key(seed),
+            connection_cost,
+            recent_loads: RecentLoads::default(),
+            cache: PolicyCache::default(),
+        }
     }
 }
 
@@ -91,67 +96,70 @@ impl ConnectionCost {
             ConnectionCost::Share(share) => *share * pool.load_per_connection(),
             ConnectionCost::Deficit { opened } => {
                 let Some(newest) = pool.opened_connections else {
-                    return SHARE_OF_MEAN * pool.load_per_connection();
+                    return DEFAULT_COST_SHARE * pool.load_per_connection();
                 };
                 let newest = newest as f64;
-                let smoothed = match *opened {
+                let smoothed_count = match *opened {
                     None => newest,
                     Some(old) if !pool.is_new_interval => old,
-                    Some(old) => OPENED_ALPHA * newest + (1.0 - OPENED_ALPHA) * old,
+                    Some(old) => OPENED_CONNECTIONS_WEIGHT * newest + (1.0 - OPENED_CONNECTIONS_WEIGHT) * old,
                 };
-                *opened = Some(smoothed);
-                let load_to_assign =
-                    if pool.counts_requests { pool.total_load() } else { FILL_FACTOR * deficit(pool, kept) };
-                load_to_assign / smoothed.max(1.0)
+                *opened = Some(smoothed_count);
+                let load_to_assign = if pool.counts_requests {
+                    pool.total_load()
+                } else {
+                    DEFICIT_FILL_FACTOR * total_deficit(pool, kept)
+                };
+                load_to_assign / smoothed_count.max(1.0)
             }
         }
     }
 }
 
 /// Returns the total work by which cores are below their level, in work of a core of usual speed.
-fn deficit(pool: &Pool, kept: &mut PolicyCache) -> f64 {
-    let levels = NormalizedLoad::of(pool);
-    let of_class = |(class, spread): (&ServerClass, &LoadHistogram)| {
-        let (level, speed) = levels.level(*class);
+fn total_deficit(pool: &Pool, kept: &mut PolicyCache) -> f64 {
+    let normalized_load = NormalizedLoad::of(pool);
+    let deficit_of_class = |(class, spread): (&ServerClass, &LoadHistogram)| {
+        let (level, speed) = normalized_load.level_and_speed(*class);
         speed * spread.missing_load(level)
     };
-    kept.spreads(pool).iter().map(of_class).sum()
+    kept.load_histograms(pool).iter().map(deficit_of_class).sum()
 }
 
 /// Average loads of all servers' cores over the last reports.
 #[derive(Default)]
 struct RecentLoads {
-    of_servers: Vec<RecentServer>,
+    servers: Vec<RecentServerLoads>,
 }
 
-struct RecentServer {
+struct RecentServerLoads {
     id: ServerId,
     recent_mean_loads: Vec<f64>,
     /// Loads in the newest report.
-    newest: CoreLoads,
+    newest_loads: CoreLoads,
     smoothed_loads: CoreLoads,
 }
 
-impl RecentServer {
+impl RecentServerLoads {
     /// Returns the state of a server whose average loads start with `loads`.
     fn new(id: ServerId, loads: &CoreLoads) -> Self {
-        Self { id, recent_mean_loads: loads.to_vec(), newest: loads.clone(), smoothed_loads: loads.clone() }
+        Self { id, recent_mean_loads: loads.to_vec(), newest_loads: loads.clone(), smoothed_loads: loads.clone() }
     }
 
     /// Updates the averages. `fresh`: the loads are from a new report.
     fn update(&mut self, loads: &CoreLoads, fresh: bool) {
-        if !fresh && self.newest == *loads {
+        if !fresh && self.newest_loads == *loads {
             return;
         }
         // Cores may have been added or removed.
         self.recent_mean_loads.resize(loads.len(), 0.0);
-        let alpha = if fresh { RECENT_ALPHA } else { 0.0 };
-        let level = |(load, recent): (&f64, &mut f64)| {
-            *recent += alpha * (*load - *recent);
+        let newest_weight = if fresh { RECENT_LOAD_WEIGHT } else { 0.0 };
+        let smoothed_load = |(load, recent): (&f64, &mut f64)| {
+            *recent += newest_weight * (*load - *recent);
             (*load + *recent) / 2.0
         };
-        self.smoothed_loads = loads.iter().zip(&mut self.recent_mean_loads).map(level).collect();
-        self.newest = loads.clone();
+        self.smoothed_loads = loads.iter().zip(&mut self.recent_mean_loads).map(smoothed_load).collect();
+        self.newest_loads = loads.clone();
     }
 }
 
@@ -159,32 +167,32 @@ impl RecentLoads {
     /// Updates the averages, and returns the pool with the mean of newest and recent loads, as racks do.
     fn with_smoothed_loads<'p>(&mut self, pool: &'p Pool) -> Cow<'p, Pool> {
         if !pool.totals().has_local_reports {
-            self.of_servers.clear();
+            self.servers.clear();
             return Cow::Borrowed(pool);
         }
-        let mut levelled = pool.servers.clone();
-        let mut before = std::mem::take(&mut self.of_servers).into_iter().peekable();
-        for server in &mut levelled {
+        let mut smoothed_servers = pool.servers.clone();
+        let mut previous_servers = std::mem::take(&mut self.servers).into_iter().peekable();
+        for server in &mut smoothed_servers {
             let Some(ServerLoads::Local(loads)) = &mut server.loads else { continue };
             // Servers that left or do not report are forgotten.
-            while before.next_if(|known| known.id < server.id).is_some() {}
-            let known = before.next_if(|known| known.id == server.id);
-            let mut known = known.unwrap_or_else(|| RecentServer::new(server.id, loads));
-            known.update(loads, server.has_new_load);
-            *loads = known.smoothed_loads.clone();
-            self.of_servers.push(known);
+            while previous_servers.next_if(|known| known.id < server.id).is_some() {}
+            let known_server = previous_servers.next_if(|known| known.id == server.id);
+            let mut recent_server = known_server.unwrap_or_else(|| RecentServerLoads::new(server.id, loads));
+            recent_server.update(loads, server.has_new_load);
+            *loads = recent_server.smoothed_loads.clone();
+            self.servers.push(recent_server);
         }
-        Cow::Owned(pool.with_loads_of(levelled))
+        Cow::Owned(pool.with_loads_of(smoothed_servers))
     }
 }
 
 /// Returns the maximum number of candidates per bucket that data plane and table size allow.
 fn max_fitting_candidates(buckets: BucketCount, groups: usize) -> usize {
-    let fits = intf::MAX_TABLE_CANDIDATES as usize / (groups * buckets.get() as usize);
-    fits.min(intf::MAX_CANDIDATES as usize)
+    let max_by_table_size = intf::MAX_TABLE_CANDIDATES as usize / (groups * buckets.get() as usize);
+    max_by_table_size.min(intf::MAX_CANDIDATES as usize)
 }
 
-impl Policy for CrossRssPlus {
+impl Policy for CrossRssPlusPolicy {
     fn name(&self) -> &'static str {
         NAME
     }
@@ -194,7 +202,7 @@ impl Policy for CrossRssPlus {
     }
 
     fn preprocess<'p>(&mut self, pool: &'p Pool) -> Cow<'p, Pool> {
-        self.recent.with_smoothed_loads(pool)
+        self.recent_loads.with_smoothed_loads(pool)
     }
 
     fn max_candidates_per_bucket(&self, buckets: BucketCount) -> usize {
@@ -203,15 +211,23 @@ impl Policy for CrossRssPlus {
 
     fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
         let pool = &*self.preprocess(pool);
-        let kept = &mut self.cache;
-        let per_bucket = |servers: usize, groups: usize| servers.min(max_fitting_candidates(buckets, groups)).max(1);
-        let mut table =
-            core_aware_table(pool, buckets, generation, &self.key, PlacementRule::LeastAssigned, per_bucket, kept);
+        let cache = &mut self.cache;
+        let candidates_per_bucket =
+            |servers: usize, groups: usize| servers.min(max_fitting_candidates(buckets, groups)).max(1);
+        let mut table = core_aware_table(
+            pool,
+            buckets,
+            generation,
+            &self.hash_key,
+            PlacementRule::LeastAssigned,
+            candidates_per_bucket,
+            cache,
+        );
         // A load balancer counts only its own assignments; other load balancers assign about as many.
-        let cost = self.cost.connection_cost(pool, kept) * f64::from(pool.load_balancer_count);
+        let connection_cost = self.connection_cost.connection_cost(pool, cache) * f64::from(pool.load_balancer_count);
         // At least the smallest step: a burst in a pool of equal cores is then spread evenly and does not pile up on
         // the lowest id.
-        table.assignment_cost = to_fixed_point(cost).max(1);
+        table.assignment_cost = load_to_fixed_point(connection_cost).max(1);
         table
     }
 }

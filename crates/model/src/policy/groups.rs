@@ -2,13 +2,13 @@
 
 use std::collections::HashMap;
 
-use super::bucket_loads::{BucketLoads, core_at, core_of};
+use super::bucket_loads::{BucketLoads, core_and_load, reached_core_of};
 use super::normalized_load::NormalizedLoad;
 use super::policy_cache::{CachedGroup, PolicyCache};
 use super::rack_aggregate::RackAggregate;
 use super::{CandidateList, Pool, PoolServer, ServerLoads};
-use crate::load::to_fixed_point;
-use crate::placement::{BucketCount, Candidate, PlacementTable, ServerCore};
+use crate::load::load_to_fixed_point;
+use crate::placement::{BucketCount, CandidateCore, PlacementTable, ServerCore};
 use crate::rss::RssKey;
 
 /// Servers with the same RSS key, which share buckets.
@@ -24,11 +24,11 @@ pub struct RssGroup<'a> {
 }
 
 impl<'a> RssGroup<'a> {
-    fn all(&self) -> impl Iterator<Item = &'a PoolServer> {
+    fn all_servers(&self) -> impl Iterator<Item = &'a PoolServer> {
         self.servers.iter().chain(&self.without_core_loads).copied()
     }
 
-    fn reaches_cores(&self, server: &PoolServer) -> bool {
+    fn has_group_key(&self, server: &PoolServer) -> bool {
         server.rss.as_ref().is_some_and(|rss| rss.key == self.key)
     }
 }
@@ -37,10 +37,10 @@ impl<'a> RssGroup<'a> {
 /// Other servers are in the first group's `without_core_loads`. `fallback` is the key of a pool without known RSS.
 pub fn rss_groups<'a>(pool: &'a Pool, fallback: &RssKey) -> Vec<RssGroup<'a>> {
     let mut groups: Vec<RssGroup<'a>> = Vec::new();
-    let mut unknown = Vec::new();
-    for server in pool.eligible() {
+    let mut without_known_group = Vec::new();
+    for server in pool.eligible_servers() {
         let Some(rss) = &server.rss else {
-            unknown.push(server);
+            without_known_group.push(server);
             continue;
         };
         match groups.iter_mut().find(|group| group.key == rss.key) {
@@ -52,20 +52,20 @@ pub fn rss_groups<'a>(pool: &'a Pool, fallback: &RssKey) -> Vec<RssGroup<'a>> {
     }
     // A stable sort: groups of one size stay in the order of their first id.
     groups.sort_by_key(|group| std::cmp::Reverse(group.servers.len()));
-    let kept = groups.len().min(coreward_intf::MAX_RSS_GROUPS as usize);
-    unknown.extend(groups.drain(kept..).flat_map(|group| group.servers));
+    let kept_group_count = groups.len().min(coreward_intf::MAX_RSS_GROUPS as usize);
+    without_known_group.extend(groups.drain(kept_group_count..).flat_map(|group| group.servers));
     if groups.is_empty() {
         groups.push(RssGroup { key: fallback.clone(), servers: Vec::new(), without_core_loads: Vec::new() });
     }
-    unknown.sort_by_key(|server| server.id);
-    groups[0].without_core_loads = unknown;
+    without_known_group.sort_by_key(|server| server.id);
+    groups[0].without_core_loads = without_known_group;
     groups
 }
 
 /// Returns the number of different RSS keys among the eligible servers.
 pub fn rss_key_count(pool: &Pool) -> usize {
     let mut keys: Vec<&RssKey> = Vec::new();
-    for rss in pool.eligible().filter_map(|server| server.rss.as_ref()) {
+    for rss in pool.eligible_servers().filter_map(|server| server.rss.as_ref()) {
         if !keys.contains(&&rss.key) {
             keys.push(&rss.key);
         }
@@ -95,34 +95,34 @@ impl CoreSlots<'_> {
 
 /// The least of the cores offered so far, by a compared value; ties by load, then by id (CrossRSS: strictly smallest
 /// load, ties to the lowest id).
-pub struct LeastCores {
-    limit: usize,
+pub struct LeastCoreList {
+    max_core_count: usize,
     kept_cores: Vec<(f64, f64, ServerCore)>,
 }
 
-impl LeastCores {
+impl LeastCoreList {
     /// Returns an empty list for at most `most` cores, at least 1.
     pub fn new(most: usize) -> Self {
-        Self { limit: most, kept_cores: Vec::with_capacity(most + 1) }
+        Self { max_core_count: most, kept_cores: Vec::with_capacity(most + 1) }
     }
 
     /// Offers a core, and returns whether it is among the least so far. Of a thousand cores, only few are.
     pub fn offer(&mut self, compared: f64, load: f64, core: ServerCore) -> bool {
-        let is_before = |(other, other_load, other_core): &(f64, f64, ServerCore)| {
+        let sorts_before = |(other, other_load, other_core): &(f64, f64, ServerCore)| {
             other.total_cmp(&compared).then(other_load.total_cmp(&load)).then(other_core.cmp(&core)).is_lt()
         };
-        if self.kept_cores.len() == self.limit && self.kept_cores.last().is_some_and(is_before) {
+        if self.kept_cores.len() == self.max_core_count && self.kept_cores.last().is_some_and(sorts_before) {
             return false;
         }
-        let position = self.kept_cores.partition_point(is_before);
+        let position = self.kept_cores.partition_point(sorts_before);
         self.kept_cores.insert(position, (compared, load, core));
-        self.kept_cores.truncate(self.limit);
+        self.kept_cores.truncate(self.max_core_count);
         true
     }
 
     /// Returns the maximum compared value with which a core would still be among the least.
     pub fn bound(&self) -> f64 {
-        let is_full = self.kept_cores.len() == self.limit;
+        let is_full = self.kept_cores.len() == self.max_core_count;
         self.kept_cores.last().filter(|_| is_full).map_or(f64::INFINITY, |(compared, ..)| *compared)
     }
 
@@ -145,26 +145,30 @@ pub fn fill_candidates(
     per_bucket: usize,
     kept: &mut PolicyCache,
 ) {
-    let cores = ReachableCores::new(pool, buckets);
-    let without_loads = !pool.has_loads();
+    let reachable_cores = ReachableCores::new(pool, buckets);
+    let has_no_loads = !pool.has_loads();
     let mut core_slots = CoreSlots { slots: &mut table.core_slots, slot_by_core: HashMap::default() };
     table.groups = groups.iter().map(|group| group.key.clone()).collect();
     table.candidates_per_bucket = per_bucket as u32;
     table.candidates.reserve(groups.len() * buckets.get() as usize * per_bucket);
     kept.groups.resize_with(groups.len(), CachedGroup::default);
     for (group, kept) in groups.iter().zip(&mut kept.groups) {
-        let known = LocalServers::new(&cores, group, &mut kept.bucket_loads, per_bucket);
-        let relayed = RackCores::new(&cores, group, &mut kept.rack_aggregate, per_bucket);
+        let local_servers = LocalServers::new(&reachable_cores, group, &mut kept.bucket_loads, per_bucket);
+        let rack_cores = RackCores::new(&reachable_cores, group, &mut kept.rack_aggregate, per_bucket);
         for bucket in 0..buckets.get() {
-            let found = if without_loads {
-                cores.rotate_equal_cores(group, bucket)
+            let bucket_cores = if has_no_loads {
+                reachable_cores.rotate_equal_cores(group, bucket)
             } else {
-                cores.least_cores(&known, &relayed, bucket, per_bucket)
+                reachable_cores.least_cores(&local_servers, &rack_cores, bucket, per_bucket)
             };
             for position in 0..per_bucket {
-                let (core, compared) = found[position.min(found.len() - 1)];
+                let (core, compared) = bucket_cores[position.min(bucket_cores.len() - 1)];
                 let core_slot = core_slots.assign_slot(core);
-                table.candidates.push(Candidate { server: core.server, load: to_fixed_point(compared), core_slot });
+                table.candidates.push(CandidateCore {
+                    server: core.server,
+                    load: load_to_fixed_point(compared),
+                    core_slot,
+                });
             }
         }
     }
@@ -175,9 +179,9 @@ struct LocalServers<'a, 'g> {
     group: &'g RssGroup<'a>,
     servers: Vec<&'a PoolServer>,
     /// Whether some of the servers take part in some buckets only.
-    is_partial: bool,
+    has_slow_start: bool,
     /// Level and speed of each server ([`NormalizedLoad::level`]); empty if all are alike.
-    levels: Vec<(f64, f64)>,
+    levels_and_speeds: Vec<(f64, f64)>,
     bucket_loads: &'g BucketLoads,
 }
 
@@ -188,33 +192,36 @@ impl<'a, 'g> LocalServers<'a, 'g> {
         bucket_loads: &'g mut BucketLoads,
         most: usize,
     ) -> Self {
-        let servers: Vec<&PoolServer> =
-            group.all().filter(|server| !has_aggregated_loads(server) || !group.reaches_cores(server)).collect();
-        let is_partial = servers.iter().any(|server| server.slow_start_fraction < 1.0);
+        let servers: Vec<&PoolServer> = group
+            .all_servers()
+            .filter(|server| !has_aggregated_loads(server) || !group.has_group_key(server))
+            .collect();
+        let has_slow_start = servers.iter().any(|server| server.slow_start_fraction < 1.0);
         // A bucket keeps cores in the order of loads alone.
-        let remembered = if cores.levels.is_uniform() && !is_partial { most } else { 0 };
-        bucket_loads.update(&servers, &group.key, cores.buckets, cores.neutral_load, remembered);
-        let level = |server: &&PoolServer| cores.levels.level(server.class());
-        let levels = if cores.levels.is_uniform() { Vec::new() } else { servers.iter().map(level).collect() };
-        Self { group, servers, is_partial, levels, bucket_loads }
+        let kept_core_count = if cores.normalized_load.is_uniform() && !has_slow_start { most } else { 0 };
+        bucket_loads.update(&servers, &group.key, cores.buckets, cores.neutral_load, kept_core_count);
+        let level_and_speed = |server: &&PoolServer| cores.normalized_load.level_and_speed(server.server_class());
+        let levels_and_speeds =
+            if cores.normalized_load.is_uniform() { Vec::new() } else { servers.iter().map(level_and_speed).collect() };
+        Self { group, servers, has_slow_start, levels_and_speeds, bucket_loads }
     }
 }
 
 /// Cores of a group whose loads come from the summaries of racks.
 struct RackCores<'a, 'g> {
-    lists: Vec<&'a CandidateList>,
+    candidate_lists: Vec<&'a CandidateList>,
     /// Least loaded cores; `None` if cores are compared by another value than their load.
-    cores: Option<&'g RackAggregate>,
+    least_cores: Option<&'g RackAggregate>,
 }
 
 impl<'a, 'g> RackCores<'a, 'g> {
     fn new(cores: &ReachableCores<'a>, group: &RssGroup<'_>, kept: &'g mut RackAggregate, most: usize) -> Self {
-        let lists: Vec<&CandidateList> = cores.pool.candidate_lists(&group.key).collect();
-        let is_kept = cores.levels.is_uniform() && !lists.is_empty();
-        if is_kept {
+        let candidate_lists: Vec<&CandidateList> = cores.pool.candidate_lists(&group.key).collect();
+        let compares_by_load = cores.normalized_load.is_uniform() && !candidate_lists.is_empty();
+        if compares_by_load {
             kept.update(&cores.pool.racks, &group.key, cores.buckets, most);
         }
-        Self { lists, cores: is_kept.then_some(kept) }
+        Self { candidate_lists, least_cores: compares_by_load.then_some(kept) }
     }
 }
 
@@ -223,7 +230,7 @@ struct ReachableCores<'a> {
     pool: &'a Pool,
     buckets: BucketCount,
     neutral_load: f64,
-    levels: NormalizedLoad,
+    normalized_load: NormalizedLoad,
     /// Eligible servers whose cores are in the racks' summaries, by id.
     aggregated_servers: Vec<Option<&'a PoolServer>>,
 }
@@ -231,15 +238,21 @@ struct ReachableCores<'a> {
 impl<'a> ReachableCores<'a> {
     fn new(pool: &'a Pool, buckets: BucketCount) -> Self {
         let mut aggregated_servers = Vec::new();
-        let mut is_reduced = pool.eligible().filter(|server| has_aggregated_loads(server)).peekable();
-        if is_reduced.peek().is_some() {
-            let highest = pool.servers.last().map_or(0, |server| usize::from(server.id.get()));
-            aggregated_servers.resize(highest + 1, None);
+        let mut aggregated = pool.eligible_servers().filter(|server| has_aggregated_loads(server)).peekable();
+        if aggregated.peek().is_some() {
+            let highest_id = pool.servers.last().map_or(0, |server| usize::from(server.id.get()));
+            aggregated_servers.resize(highest_id + 1, None);
         }
-        for server in is_reduced {
+        for server in aggregated {
             aggregated_servers[usize::from(server.id.get())] = Some(server);
         }
-        Self { pool, buckets, neutral_load: pool.neutral_load(), levels: NormalizedLoad::of(pool), aggregated_servers }
+        Self {
+            pool,
+            buckets,
+            neutral_load: pool.neutral_load(),
+            normalized_load: NormalizedLoad::of(pool),
+            aggregated_servers,
+        }
     }
 
     /// Returns the least loaded cores that take part in the bucket, each with its compared value.
@@ -250,90 +263,94 @@ impl<'a> ReachableCores<'a> {
         bucket: u32,
         most: usize,
     ) -> Vec<(ServerCore, f64)> {
-        let mut least = LeastCores::new(most);
-        self.offer_local(known, bucket, &mut least);
-        self.offer_relayed(relayed, bucket, &mut least);
-        if least.kept_cores.is_empty() {
-            for server in known.group.all() {
-                let (core, load) = self.core(known.group, server, bucket);
-                least.offer(EXCLUDED_LOAD, load, ServerCore { server: server.id, core });
+        let mut least_cores = LeastCoreList::new(most);
+        self.offer_local_cores(known, bucket, &mut least_cores);
+        self.offer_rack_cores(relayed, bucket, &mut least_cores);
+        if least_cores.kept_cores.is_empty() {
+            for server in known.group.all_servers() {
+                let (core, load) = self.core_and_load(known.group, server, bucket);
+                least_cores.offer(EXCLUDED_LOAD, load, ServerCore { server: server.id, core });
             }
         }
-        least.cores().map(|(core, _, compared)| (core, compared)).collect()
+        least_cores.cores().map(|(core, _, compared)| (core, compared)).collect()
     }
 
-    fn offer_relayed(&self, relayed: &RackCores<'_, '_>, bucket: u32, least: &mut LeastCores) {
+    fn offer_rack_cores(&self, relayed: &RackCores<'_, '_>, bucket: u32, least: &mut LeastCoreList) {
         // The rack may not know yet that a server takes no new connections, or only some.
-        let taking_part = |core: &ServerCore| {
+        let server_taking_part = |core: &ServerCore| {
             let server = self.aggregated_servers.get(usize::from(core.server.get())).copied().flatten();
-            server.filter(|server| self.pool.is_candidate(server, bucket))
+            server.filter(|server| self.pool.takes_part_in_bucket(server, bucket))
         };
-        if let Some(cores) = relayed.cores {
-            let places = cores.least(bucket);
-            let mut of_use = places.iter().filter(|place| taking_part(&place.core).is_some());
-            if of_use.clone().count() >= least.limit || cores.is_complete(places) {
-                of_use.all(|place| least.offer(place.load, place.load, place.core));
+        if let Some(cores) = relayed.least_cores {
+            let ranked_cores = cores.least_cores(bucket);
+            let mut usable_cores = ranked_cores.iter().filter(|place| server_taking_part(&place.core).is_some());
+            if usable_cores.clone().count() >= least.max_core_count || cores.is_complete(ranked_cores) {
+                usable_cores.all(|place| least.offer(place.load, place.load, place.core));
                 return;
             }
         }
-        for list in &relayed.lists {
+        for list in &relayed.candidate_lists {
             for (core, load) in list.bucket(bucket) {
-                let Some(server) = taking_part(core) else { continue };
-                if !least.offer(self.levels.normalize(server.class(), *load), *load, *core) {
+                let Some(server) = server_taking_part(core) else { continue };
+                if !least.offer(self.normalized_load.compared_value(server.server_class(), *load), *load, *core) {
                     break;
                 }
             }
         }
     }
 
-    fn offer_local(&self, known: &LocalServers<'_, '_>, bucket: u32, least: &mut LeastCores) {
+    fn offer_local_cores(&self, known: &LocalServers<'_, '_>, bucket: u32, least: &mut LeastCoreList) {
         if let Some(places) = known.bucket_loads.least_loaded_cores(bucket) {
             places.iter().all(|place| least.offer(place.load, place.load, place.core));
             return;
         }
-        let looked_up: Vec<f64>;
+        let computed_loads: Vec<f64>;
         let loads = match known.bucket_loads.bucket_loads(bucket) {
             Some(loads) => loads,
             None => {
-                looked_up = known.servers.iter().map(|server| self.core(known.group, server, bucket).1).collect();
-                &looked_up
+                computed_loads =
+                    known.servers.iter().map(|server| self.core_and_load(known.group, server, bucket).1).collect();
+                &computed_loads
             }
         };
-        let mut bound = least.bound();
+        let mut largest_accepted_value = least.bound();
         for (position, load) in loads.iter().enumerate() {
-            let level = known.levels.get(position);
-            let compared = level.map_or(*load, |level| self.levels.compared_at(*level, *load));
-            if compared > bound || known.is_partial && !self.pool.is_candidate(known.servers[position], bucket) {
+            let level = known.levels_and_speeds.get(position);
+            let compared_value =
+                level.map_or(*load, |level| self.normalized_load.compared_value_at_level(*level, *load));
+            if compared_value > largest_accepted_value
+                || known.has_slow_start && !self.pool.takes_part_in_bucket(known.servers[position], bucket)
+            {
                 continue;
             }
-            least.offer(compared, *load, core_at(known.servers[position], &known.group.key, bucket));
-            bound = least.bound();
+            least.offer(compared_value, *load, reached_core_of(known.servers[position], &known.group.key, bucket));
+            largest_accepted_value = least.bound();
         }
     }
 
     /// Returns the bucket's cores of equal load, rotated so that each server comes first in equally many buckets.
     fn rotate_equal_cores(&self, group: &RssGroup<'_>, bucket: u32) -> Vec<(ServerCore, f64)> {
         let candidate = |server: &PoolServer| {
-            let (core, load) = self.core(group, server, bucket);
-            (ServerCore { server: server.id, core }, self.levels.normalize(server.class(), load))
+            let (core, load) = self.core_and_load(group, server, bucket);
+            (ServerCore { server: server.id, core }, self.normalized_load.compared_value(server.server_class(), load))
         };
-        let mut found: Vec<(ServerCore, f64)> = self.candidates_of_bucket(group, bucket).map(candidate).collect();
-        if found.is_empty() {
-            found = group.all().map(|server| (candidate(server).0, EXCLUDED_LOAD)).collect();
+        let mut bucket_cores: Vec<(ServerCore, f64)> = self.servers_in_bucket(group, bucket).map(candidate).collect();
+        if bucket_cores.is_empty() {
+            bucket_cores = group.all_servers().map(|server| (candidate(server).0, EXCLUDED_LOAD)).collect();
         }
-        found.sort_by_key(|(core, _)| *core);
-        let first = bucket as usize % found.len();
-        found.rotate_left(first);
-        found
+        bucket_cores.sort_by_key(|(core, _)| *core);
+        let first_index = bucket as usize % bucket_cores.len();
+        bucket_cores.rotate_left(first_index);
+        bucket_cores
     }
 
-    fn candidates_of_bucket<'g>(&self, group: &'g RssGroup<'_>, bucket: u32) -> impl Iterator<Item = &'g PoolServer> {
-        group.all().filter(move |server| self.pool.is_candidate(server, bucket))
+    fn servers_in_bucket<'g>(&self, group: &'g RssGroup<'_>, bucket: u32) -> impl Iterator<Item = &'g PoolServer> {
+        group.all_servers().filter(move |server| self.pool.takes_part_in_bucket(server, bucket))
     }
 
-    fn core(&self, group: &RssGroup<'_>, server: &PoolServer, bucket: u32) -> (u16, f64) {
+    fn core_and_load(&self, group: &RssGroup<'_>, server: &PoolServer, bucket: u32) -> (u16, f64) {
         let rss = server.rss.as_ref().filter(|rss| rss.key == group.key);
-        core_of(server, rss, bucket, self.buckets, self.neutral_load)
+        core_and_load(server, rss, bucket, self.buckets, self.neutral_load)
     }
 }
 
@@ -352,7 +369,7 @@ mod tests {
     const SERVER_COUNT: u64 = 4;
 
     /// Returns a pool whose last server is idle, has another RSS key, and takes part in some buckets only.
-    fn pool(loads: bool, ramp: f64) -> Pool {
+    fn pool_with_ungrouped_server(loads: bool, ramp: f64) -> Pool {
         let servers = (0..SERVER_COUNT).map(|number| {
             let is_last = number == SERVER_COUNT - 1;
             let key = RssKey::new(&[if is_last { 0xaa } else { 0x6d }; 40]).unwrap();
@@ -368,31 +385,35 @@ mod tests {
     }
 
     /// Returns the fraction of all connections that the last server gets.
-    fn part_of_last(pool: &Pool, rule: PlacementRule, per_bucket: usize) -> f64 {
+    fn fraction_of_last_server(pool: &Pool, rule: PlacementRule, per_bucket: usize) -> f64 {
         const CONNECTION_COUNT: u32 = 20_000;
         let (key, mut kept) = (RssKey::new(&[1; 40]).unwrap(), PolicyCache::default());
         let buckets = BucketCount::new(1024).unwrap();
         let table = core_aware_table(pool, buckets, 1, &key, rule, |_, _| per_bucket, &mut kept);
         assert_eq!(table.groups.len(), 2);
         let mut state = PlacementState::for_table(&table);
-        let last = ServerId::try_from(SERVER_COUNT - 1).unwrap();
-        let of_last = (0..CONNECTION_COUNT).filter(|number| {
+        let last_server = ServerId::try_from(SERVER_COUNT - 1).unwrap();
+        let connections_of_last_server = (0..CONNECTION_COUNT).filter(|number| {
             let hash = |group: usize| number.wrapping_mul(0x9e37_79b1).rotate_left(11 * group as u32);
-            table.choose_by_hash(&mut state, hash) == Some(last)
+            table.select_server_by_hash(&mut state, hash) == Some(last_server)
         });
-        of_last.count() as f64 / f64::from(CONNECTION_COUNT)
+        connections_of_last_server.count() as f64 / f64::from(CONNECTION_COUNT)
     }
 
     #[test]
-    fn ungrouped_server_in_slow_start_gets_its_share_of_buckets() {
+    fn server_with_its_own_rss_key_in_slow_start_gets_its_share() {
         for (rule, per_bucket) in [(PlacementRule::Table, 1), (PlacementRule::LeastAssigned, 3)] {
-            assert!(part_of_last(&pool(true, 1.0), rule, per_bucket) > 0.99, "{rule:?}");
+            assert!(
+                fraction_of_last_server(&pool_with_ungrouped_server(true, 1.0), rule, per_bucket) > 0.99,
+                "{rule:?}"
+            );
             for ramp in [0.0, 0.25, 0.5] {
-                let part = part_of_last(&pool(true, ramp), rule, per_bucket);
-                assert!((part - ramp).abs() < 0.05, "{rule:?}: {part} of {ramp}");
+                let fraction = fraction_of_last_server(&pool_with_ungrouped_server(true, ramp), rule, per_bucket);
+                assert!((fraction - ramp).abs() < 0.05, "{rule:?}: {fraction} of {ramp}");
             }
         }
-        let part = part_of_last(&pool(false, 0.25), PlacementRule::LeastAssigned, 3);
-        assert!(part < 0.25, "without loads: {part}");
+        let fraction =
+            fraction_of_last_server(&pool_with_ungrouped_server(false, 0.25), PlacementRule::LeastAssigned, 3);
+        assert!(fraction < 0.25, "without loads: {fraction}");
     }
 }

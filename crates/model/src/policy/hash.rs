@@ -14,8 +14,8 @@ pub fn modulo_table(servers: usize, size: usize) -> Vec<usize> {
 /// Returns the result of [`modulo_table`] for servers with shares, which take buckets in weighted turns.
 pub fn weighted_modulo_table(servers: &[(ServerId, f64)], size: usize) -> Vec<usize> {
     let shares: Vec<f64> = servers.iter().map(|(_, share)| *share).collect();
-    let turns = turns(&shares);
-    modulo_table(turns.len(), size).into_iter().map(|turn| turns[turn]).collect()
+    let server_turns = turns(&shares);
+    modulo_table(server_turns.len(), size).into_iter().map(|turn| server_turns[turn]).collect()
 }
 
 #[cfg(test)]
@@ -23,15 +23,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn equal_shares_are_bucket_modulo_and_others_proportional() {
+    fn equal_shares_use_the_bucket_modulo_and_unequal_shares_are_proportional() {
         let table = |shares: &[f64], size: usize| {
             let servers: Vec<_> =
                 shares.iter().enumerate().map(|(id, share)| (ServerId::try_from(id as u64).unwrap(), *share)).collect();
             weighted_modulo_table(&servers, size)
         };
         assert_eq!(table(&[7.0, 7.0, 7.0], 7), modulo_table(3, 7));
-        let heavy = table(&[3.0, 1.0], 128);
-        assert_eq!(heavy.iter().filter(|position| **position == 0).count(), 96);
+        let unequal_table = table(&[3.0, 1.0], 128);
+        assert_eq!(unequal_table.iter().filter(|position| **position == 0).count(), 96);
         assert!(table(&[], 128).is_empty());
     }
 }

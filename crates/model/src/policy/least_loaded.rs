@@ -22,7 +22,7 @@ pub struct RankedCore {
 }
 
 impl RankedCore {
-    fn is_before(&self, other: &RankedCore) -> bool {
+    fn sorts_before(&self, other: &RankedCore) -> bool {
         self.load.total_cmp(&other.load).then(self.core.cmp(&other.core)).is_lt()
     }
 }
@@ -33,27 +33,27 @@ pub struct LeastLoadedCores(Vec<RankedCore>);
 
 /// Last kept core before a removal. No other core sorts before it, except cores of the removed source.
 #[derive(Debug, Clone, Copy)]
-pub struct Bound(RankedCore);
+pub struct InsertionBound(RankedCore);
 
 impl LeastLoadedCores {
     /// Removes the cores of a source. Returns the bound for insertions, or `None` if no cores were kept.
     #[inline]
-    pub fn remove_source(&mut self, source: u32) -> Option<Bound> {
-        let bound = Bound(*self.0.last()?);
+    pub fn remove_source(&mut self, source: u32) -> Option<InsertionBound> {
+        let bound = InsertionBound(*self.0.last()?);
         self.0.retain(|known| known.source != source);
         Some(bound)
     }
 
     /// Inserts a core of the removed source. Returns `false`, without effect, if it does not sort before `bound`.
     #[inline]
-    pub fn insert_core(&mut self, bound: Bound, place: RankedCore) -> bool {
-        let is_near = place.is_before(&bound.0);
-        if is_near {
-            let position = self.0.partition_point(|known| known.is_before(&place));
+    pub fn insert_core(&mut self, bound: InsertionBound, place: RankedCore) -> bool {
+        let is_before_bound = place.sorts_before(&bound.0);
+        if is_before_bound {
+            let position = self.0.partition_point(|known| known.sorts_before(&place));
             self.0.insert(position, place);
             self.0.truncate(MAX_KEPT_CORES);
         }
-        is_near
+        is_before_bound
     }
 
     /// Changes the load of a source that has only one core.
@@ -74,10 +74,10 @@ impl LeastLoadedCores {
         for ascending in all {
             for place in ascending {
                 let is_full = self.0.len() == MAX_KEPT_CORES;
-                if is_full && !place.is_before(&self.0[MAX_KEPT_CORES - 1]) {
+                if is_full && !place.sorts_before(&self.0[MAX_KEPT_CORES - 1]) {
                     break;
                 }
-                let position = self.0.partition_point(|known| known.is_before(&place));
+                let position = self.0.partition_point(|known| known.sorts_before(&place));
                 self.0.insert(position, place);
                 self.0.truncate(MAX_KEPT_CORES);
             }
@@ -99,13 +99,16 @@ mod tests {
 
     const SERVER_COUNT: usize = 60;
 
-    fn place(position: usize, load: f64) -> RankedCore {
+    fn ranked_core(position: usize, load: f64) -> RankedCore {
         let server = ServerId::try_from((position as u64 * 37) % 61).unwrap();
         RankedCore { load, core: ServerCore { server, core: 0 }, source: position as u32 }
     }
 
     /// Checks that the kept cores are the first ones in the order of all cores.
-    fn assert_is_prefix(least: &LeastLoadedCores, mut all: Vec<RankedCore>) -> Result<(), TestCaseError> {
+    fn assert_kept_cores_are_the_least(
+        least: &LeastLoadedCores,
+        mut all: Vec<RankedCore>,
+    ) -> Result<(), TestCaseError> {
         all.sort_by(|left, right| left.load.total_cmp(&right.load).then(left.core.cmp(&right.core)));
         prop_assert_eq!(least.ranked_cores(), &all[..least.ranked_cores().len()]);
         Ok(())
@@ -113,46 +116,49 @@ mod tests {
 
     proptest! {
         #[test]
-        fn cached_cores_are_the_least_loaded(moves in prop::collection::vec((0..SERVER_COUNT, 0u32..20), 1..400)) {
+        fn kept_cores_are_the_least_loaded_of_servers(moves in prop::collection::vec((0..SERVER_COUNT, 0u32..20),
+            1..400)) {
             let mut loads = vec![1.0; SERVER_COUNT];
             let mut least = LeastLoadedCores::default();
             for (position, twentieths) in moves {
                 let load = f64::from(twentieths) / 20.0;
-                let old = std::mem::replace(&mut loads[position], load);
-                least.update_source(old, place(position, load));
-                let all: Vec<RankedCore> = loads.iter().enumerate().map(|(at, load)| place(at, *load)).collect();
+                let old_load = std::mem::replace(&mut loads[position], load);
+                least.update_source(old_load, ranked_core(position, load));
+                let all_cores: Vec<RankedCore> =
+                    loads.iter().enumerate().map(|(at, load)| ranked_core(at, *load)).collect();
                 if least.ranked_cores().len() < usize::from(MAX_CANDIDATES) {
-                    least.find(all.iter().map(|place| std::iter::once(*place)));
+                    least.find(all_cores.iter().map(|place| std::iter::once(*place)));
                     prop_assert_eq!(least.ranked_cores().len(), MAX_KEPT_CORES);
                 }
-                assert_is_prefix(&least, all)?;
+                assert_kept_cores_are_the_least(&least, all_cores)?;
             }
         }
 
         #[test]
-        fn cached_cores_are_the_least_loaded_of_racks(
+        fn kept_cores_are_the_least_loaded_of_racks(
             changes in prop::collection::vec((0..SERVER_COUNT / 4, prop::collection::vec(0u32..20, 4)), 1..200),
         ) {
-            let list = |rack: usize, twentieths: &[u32]| {
-                let of_rack = twentieths.iter().enumerate().map(|(at, twentieths)| {
-                    RankedCore { source: rack as u32, ..place(rack * 4 + at, f64::from(*twentieths) / 20.0) }
+            let rack_list = |rack: usize, twentieths: &[u32]| {
+                let rack_cores = twentieths.iter().enumerate().map(|(at, twentieths)| {
+                    RankedCore { source: rack as u32, ..ranked_core(rack * 4 + at, f64::from(*twentieths) / 20.0) }
                 });
-                let mut list: Vec<RankedCore> = of_rack.collect();
+                let mut list: Vec<RankedCore> = rack_cores.collect();
                 list.sort_by(|left, right| left.load.total_cmp(&right.load).then(left.core.cmp(&right.core)));
                 list
             };
-            let mut lists: Vec<Vec<RankedCore>> = (0..SERVER_COUNT / 4).map(|rack| list(rack, &[20; 4])).collect();
+            let mut rack_lists: Vec<Vec<RankedCore>> =
+                (0..SERVER_COUNT / 4).map(|rack| rack_list(rack, &[20; 4])).collect();
             let mut least = LeastLoadedCores::default();
             for (rack, twentieths) in changes {
-                lists[rack] = list(rack, &twentieths);
+                rack_lists[rack] = rack_list(rack, &twentieths);
                 if let Some(bound) = least.remove_source(rack as u32) {
-                    lists[rack].iter().take_while(|place| least.insert_core(bound, **place)).count();
+                    rack_lists[rack].iter().take_while(|place| least.insert_core(bound, **place)).count();
                 }
                 if least.ranked_cores().len() < usize::from(MAX_CANDIDATES) {
-                    least.find(lists.iter().map(|list| list.iter().copied()));
+                    least.find(rack_lists.iter().map(|list| list.iter().copied()));
                     prop_assert_eq!(least.ranked_cores().len(), MAX_KEPT_CORES);
                 }
-                assert_is_prefix(&least, lists.concat())?;
+                assert_kept_cores_are_the_least(&least, rack_lists.concat())?;
             }
         }
     }

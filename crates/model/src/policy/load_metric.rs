@@ -27,22 +27,22 @@ impl LoadMetric {
 
     /// Returns the metric of each eligible server, by id. A server without data counts as the mean of the others.
     pub fn server_loads(self, pool: &Pool) -> Vec<f64> {
-        let neutral = pool.neutral_load();
-        let of = |server: &PoolServer| match self {
+        let neutral_load = pool.neutral_load();
+        let metric_of = |server: &PoolServer| match self {
             LoadMetric::Connections => Some(f64::from(server.open_connections)),
-            LoadMetric::Packets => server.traffic.map(|traffic| traffic.packets),
+            LoadMetric::Packets => server.traffic.map(|traffic| traffic.packets_per_second),
             LoadMetric::Bytes => server.traffic.map(|traffic| traffic.bytes),
-            LoadMetric::Cpu => Some(server.mean_load(neutral)),
+            LoadMetric::Cpu => Some(server.mean_load(neutral_load)),
         };
-        let known: Vec<f64> = pool.eligible().filter_map(of).collect();
-        let mean = crate::statistics::mean(&known).unwrap_or(0.0);
-        pool.eligible().map(|server| of(server).unwrap_or(mean)).collect()
+        let known_values: Vec<f64> = pool.eligible_servers().filter_map(metric_of).collect();
+        let mean_value = crate::statistics::mean(&known_values).unwrap_or(0.0);
+        pool.eligible_servers().map(|server| metric_of(server).unwrap_or(mean_value)).collect()
     }
 
     /// Returns the share by which each eligible server is compared: a server with twice the share may have twice as
     /// much. The load of a core is relative to its capacity already.
     pub fn comparison_shares(self, pool: &Pool) -> Vec<f64> {
-        let weights = pool.eligible().map(|server| f64::from(server.weight.get()));
+        let weights = pool.eligible_servers().map(|server| f64::from(server.weight.get()));
         match self {
             LoadMetric::Cpu => weights.collect(),
             _ => weights.zip(pool.capacities()).map(|(weight, capacity)| weight * capacity).collect(),

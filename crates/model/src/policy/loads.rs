@@ -1,6 +1,6 @@
 //! Loads of one server's cores, and the spread of many servers' loads, which racks can add up.
 
-use super::Weight;
+use super::ServerWeight;
 use crate::load::CoreLoads;
 
 /// Smoothed loads of one server's cores, as fractions of their capacity.
@@ -60,7 +60,7 @@ impl ServerLoads {
 #[derive(Debug, Clone, Copy)]
 pub struct ServerClass {
     /// Weight of each server of the class.
-    pub weight: Weight,
+    pub weight: ServerWeight,
     /// Speed of each core, relative to a core of usual speed; above 0.
     pub speed: f64,
 }
@@ -93,14 +93,14 @@ impl Ord for ServerClass {
 }
 
 /// Number of mantissa bits of a load that select its bin: 128 bins from a load to its double.
-const BIN_BITS: u32 = 7;
+const BIN_MANTISSA_BITS: u32 = 7;
 const MANTISSA_BITS: u32 = f64::MANTISSA_DIGITS - 1;
 /// Minimum load with its own bin. Smaller ones share the first bin: the core is busy for less than 0.02 % of the time.
-const MIN_BINNED_LOAD: f64 = 1.0 / 4096.0;
+const MIN_DISTINCT_LOAD: f64 = 1.0 / 4096.0;
 /// Maximum load with a bin of its own. Larger loads share the last bin.
-const MAX_BINNED_LOAD: f64 = 16.0;
+const MAX_DISTINCT_LOAD: f64 = 16.0;
 /// Units per core in the sums of bins. A million cores at the data plane's highest load (2^12) stay below 2^64.
-const LOAD_UNIT: f64 = (1u64 << 32) as f64;
+const LOAD_UNITS_PER_CORE: f64 = (1u64 << 32) as f64;
 
 /// Histogram of many cores' loads: the number of cores in each of some 2,000 bins, and the sum of their loads. A bin is
 /// as wide as 1/128 of its loads. Two histograms add up to the histogram of all their cores, to the last bit and in any
@@ -108,7 +108,7 @@ const LOAD_UNIT: f64 = (1u64 << 32) as f64;
 #[derive(Debug, Clone, Default)]
 pub struct LoadHistogram {
     /// Bins by index, up to the last one that has been used.
-    bins: Vec<Bin>,
+    bins: Vec<LoadBin>,
 }
 
 impl PartialEq for LoadHistogram {
@@ -121,46 +121,46 @@ impl Eq for LoadHistogram {}
 
 /// Form in which racks send a [`LoadHistogram`]: the bins that have a core, in ascending order of load. These are a few
 /// hundred of 2,000, and hundreds of racks are kept and added up.
-pub type HistogramBins = Vec<(u16, Bin)>;
+pub type HistogramBins = Vec<(u16, LoadBin)>;
 
 /// Number and loads of the cores in one bin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Bin {
+pub struct LoadBin {
     /// Number of cores in the bin.
     pub core_count: u64,
     /// Sum of the cores' loads in units of 2^-32 of a core.
     pub sum: u64,
 }
 
-impl Bin {
+impl LoadBin {
     fn of(load: f64) -> Self {
-        Self { core_count: 1, sum: (load * LOAD_UNIT) as u64 }
+        Self { core_count: 1, sum: (load * LOAD_UNITS_PER_CORE) as u64 }
     }
 }
 
 impl LoadHistogram {
     /// Maximum number of bins of a histogram.
-    pub const BIN_COUNT: u16 = (bin_bits(MAX_BINNED_LOAD) - bin_bits(MIN_BINNED_LOAD)) as u16 + 2;
+    pub const BIN_COUNT: u16 = (bin_key(MAX_DISTINCT_LOAD) - bin_key(MIN_DISTINCT_LOAD)) as u16 + 2;
 
     /// Adds a core with this load.
     pub fn add(&mut self, load: f64) {
-        self.add_bin(bin_of(load), Bin::of(load));
+        self.add_bin(bin_index(load), LoadBin::of(load));
     }
 
     /// Removes a core that was added with this load.
     pub fn remove(&mut self, load: f64) {
-        let (known, less) = (&mut self.bins[usize::from(bin_of(load))], Bin::of(load));
+        let (known, less) = (&mut self.bins[usize::from(bin_index(load))], LoadBin::of(load));
         known.core_count -= less.core_count;
         known.sum -= less.sum;
     }
 
     /// Adds all cores of another histogram.
-    pub fn add_all(&mut self, other: impl Iterator<Item = (u16, Bin)>) {
+    pub fn add_bins(&mut self, other: impl Iterator<Item = (u16, LoadBin)>) {
         other.for_each(|(bin, more)| self.add_bin(bin, more));
     }
 
     /// Removes all cores of another histogram that was added before.
-    pub fn remove_all(&mut self, other: impl Iterator<Item = (u16, Bin)>) {
+    pub fn remove_bins(&mut self, other: impl Iterator<Item = (u16, LoadBin)>) {
         for (bin, less) in other {
             let known = &mut self.bins[usize::from(bin)];
             known.core_count = known.core_count.saturating_sub(less.core_count);
@@ -169,10 +169,10 @@ impl LoadHistogram {
     }
 
     /// Adds cores to the bin with index `bin`, which is below [`LoadHistogram::BIN_COUNT`].
-    pub fn add_bin(&mut self, bin: u16, more: Bin) {
+    pub fn add_bin(&mut self, bin: u16, more: LoadBin) {
         let position = usize::from(bin);
         if position >= self.bins.len() {
-            self.bins.resize(position + 1, Bin::default());
+            self.bins.resize(position + 1, LoadBin::default());
         }
         let known = &mut self.bins[position];
         known.core_count = known.core_count.saturating_add(more.core_count);
@@ -180,30 +180,31 @@ impl LoadHistogram {
     }
 
     /// Returns the bins that have a core, in ascending order of load.
-    pub fn bins(&self) -> impl Iterator<Item = (u16, Bin)> {
-        let numbered = self.bins.iter().enumerate().map(|(bin, cores)| (bin as u16, *cores));
-        numbered.filter(|(_, bin)| bin.core_count > 0)
+    pub fn bins(&self) -> impl Iterator<Item = (u16, LoadBin)> {
+        let indexed_bins = self.bins.iter().enumerate().map(|(bin, cores)| (bin as u16, *cores));
+        indexed_bins.filter(|(_, bin)| bin.core_count > 0)
     }
 
     /// Returns the total load by which cores are below `level`. The cores of one bin count with their mean load. Only
     /// the bin of `level` is inexact: each of its cores adds an error of at most a quarter of the bin's width (level /
     /// 512).
     pub fn missing_load(&self, level: f64) -> f64 {
-        let of_bin = |bin: &Bin| (bin.core_count as f64 * level - bin.sum as f64 / LOAD_UNIT).max(0.0);
-        self.bins.iter().map(of_bin).sum()
+        let missing_load_of_bin =
+            |bin: &LoadBin| (bin.core_count as f64 * level - bin.sum as f64 / LOAD_UNITS_PER_CORE).max(0.0);
+        self.bins.iter().map(missing_load_of_bin).sum()
     }
 }
 
 /// Returns sign, exponent and first mantissa bits of a load, which grow with the load.
-const fn bin_bits(load: f64) -> u64 {
-    load.to_bits() >> (MANTISSA_BITS - BIN_BITS)
+const fn bin_key(load: f64) -> u64 {
+    load.to_bits() >> (MANTISSA_BITS - BIN_MANTISSA_BITS)
 }
 
-fn bin_of(load: f64) -> u16 {
-    if load < MIN_BINNED_LOAD {
+fn bin_index(load: f64) -> u16 {
+    if load < MIN_DISTINCT_LOAD {
         return 0;
     }
-    (bin_bits(load.min(MAX_BINNED_LOAD)) - bin_bits(MIN_BINNED_LOAD)) as u16 + 1
+    (bin_key(load.min(MAX_DISTINCT_LOAD)) - bin_key(MIN_DISTINCT_LOAD)) as u16 + 1
 }
 
 #[cfg(test)]
@@ -212,52 +213,65 @@ mod tests {
 
     use super::*;
 
-    fn spread(loads: &[f64]) -> LoadHistogram {
+    fn histogram_of(loads: &[f64]) -> LoadHistogram {
         let mut spread = LoadHistogram::default();
         loads.iter().for_each(|load| spread.add(*load));
         spread
     }
 
     #[test]
-    fn bins_are_in_the_order_of_loads() {
-        let loads = [0.0, MIN_BINNED_LOAD / 2.0, MIN_BINNED_LOAD, 0.001, 0.5, 0.503, 0.504, 1.0, 15.9, 16.0, 4_000.0];
-        let bins = loads.map(bin_of);
-        assert!(bins.is_sorted() && bins[0] == bins[1] && bins[1] < bins[2] && bins[8] < bins[9], "{bins:?}");
-        assert_eq!((bins[4], bins[9]), (bins[5], bins[10]));
-        assert!(bins[10] < LoadHistogram::BIN_COUNT);
+    fn bin_indexes_grow_with_the_load() {
+        let loads =
+            [0.0, MIN_DISTINCT_LOAD / 2.0, MIN_DISTINCT_LOAD, 0.001, 0.5, 0.503, 0.504, 1.0, 15.9, 16.0, 4_000.0];
+        let bin_indexes = loads.map(bin_index);
+        assert!(
+            bin_indexes.is_sorted()
+                && bin_indexes[0] == bin_indexes[1]
+                && bin_indexes[1] < bin_indexes[2]
+                && bin_indexes[8] < bin_indexes[9],
+            "{bin_indexes:?}"
+        );
+        assert_eq!((bin_indexes[4], bin_indexes[9]), (bin_indexes[5], bin_indexes[10]));
+        assert!(bin_indexes[10] < LoadHistogram::BIN_COUNT);
     }
 
     proptest! {
         #[test]
-        fn parts_of_the_hash_add_up(loads in proptest::collection::vec(0.0..2.0f64, 0..200), part in 1usize..7) {
-            let mut sum = LoadHistogram::default();
+        fn histograms_of_parts_add_up_to_the_whole(loads in proptest::collection::vec(0.0..2.0f64, 0..200),
+            part in 1usize..7) {
+            let mut added_histogram = LoadHistogram::default();
             for of_part in 0..part {
-                let loads: Vec<f64> = loads.iter().copied().skip(of_part).step_by(part).collect();
-                sum.add_all(spread(&loads).bins());
+                let part_loads: Vec<f64> = loads.iter().copied().skip(of_part).step_by(part).collect();
+                added_histogram.add_bins(histogram_of(&part_loads).bins());
             }
-            prop_assert_eq!(sum, spread(&loads));
+            prop_assert_eq!(added_histogram, histogram_of(&loads));
         }
 
         #[test]
-        fn removed_load_leaves_no_trace(loads in proptest::collection::vec(0.0..20.0f64, 0..100), part in 0usize..100) {
+        fn removed_cores_leave_no_trace_in_the_histogram(loads in proptest::collection::vec(0.0..20.0f64, 0..100),
+            part in 0usize..100) {
             let (stay, go) = loads.split_at(part.min(loads.len()));
-            let mut sum = spread(&loads);
+            let mut sum = histogram_of(&loads);
             go.iter().for_each(|load| sum.remove(*load));
-            prop_assert_eq!(&sum, &spread(stay));
-            prop_assert_eq!(sum.missing_load(0.7), spread(stay).missing_load(0.7));
+            prop_assert_eq!(&sum, &histogram_of(stay));
+            prop_assert_eq!(sum.missing_load(0.7), histogram_of(stay).missing_load(0.7));
         }
 
         #[test]
-        fn difference_to_the_level_is_nearly_exact(
+        fn missing_load_is_nearly_exact(
             loads in proptest::collection::vec(0.0..2.0f64, 1..200),
             level in 0.001..2.0f64,
         ) {
-            let exact: f64 = loads.iter().map(|load| (level - load).max(0.0)).sum();
-            let found = spread(&loads).missing_load(level);
-            let in_bin = loads.iter().filter(|load| bin_of(**load) == bin_of(level)).count();
-            let rounding = 1e-9 * loads.len() as f64;
-            prop_assert!(found <= exact + rounding, "{found} is more than {exact}");
-            prop_assert!(exact - found <= in_bin as f64 * level / 512.0 + rounding, "{found}, {exact}");
+            let exact_missing_load: f64 = loads.iter().map(|load| (level - load).max(0.0)).sum();
+            let missing_load = histogram_of(&loads).missing_load(level);
+            let cores_in_bin_of_level = loads.iter().filter(|load| bin_index(**load) == bin_index(level)).count();
+            let rounding_error = 1e-9 * loads.len() as f64;
+            prop_assert!(missing_load <= exact_missing_load + rounding_error, "{missing_load} is more than \
+                                                                               {exact_missing_load}");
+            prop_assert!(
+                exact_missing_load - missing_load <= cores_in_bin_of_level as f64 * level / 512.0 + rounding_error,
+                "{missing_load}, {exact_missing_load}"
+            );
         }
     }
 }

@@ -9,7 +9,7 @@ pub const NAME: &str = "maglev";
 
 /// Published table size: a prime, about a hundred times the number of servers of a moderate pool. The data plane's
 /// tables are smaller ([`BucketCount`](crate::placement::BucketCount)); a simulation can use this one.
-pub const PUBLISHED_SIZE: usize = 65_537;
+pub const PUBLISHED_TABLE_SIZE: usize = 65_537;
 
 /// Returns, for each of `size` buckets, the position in `servers` of its server; empty without servers.
 pub fn maglev_table(servers: &[ServerId], size: usize) -> Vec<usize> {
@@ -20,27 +20,28 @@ pub fn maglev_table(servers: &[ServerId], size: usize) -> Vec<usize> {
 /// Returns the result of [`maglev_table`] for servers with shares. Published Maglev has equal shares; here a server of
 /// half the largest share takes a bucket in every second round.
 pub fn weighted_maglev_table(servers: &[(ServerId, f64)], size: usize) -> Vec<usize> {
-    let largest = servers.iter().map(|(_, share)| *share).fold(0.0, f64::max);
-    if largest <= 0.0 {
+    let largest_share = servers.iter().map(|(_, share)| *share).fold(0.0, f64::max);
+    if largest_share <= 0.0 {
         return Vec::new();
     }
-    const FREE: usize = usize::MAX;
-    let mut orders: Vec<BucketOrder> = servers.iter().map(|(server, _)| BucketOrder::of(*server, size)).collect();
-    let mut had = vec![0.0; servers.len()];
-    let mut table = vec![FREE; size];
-    let mut free = size;
+    const FREE_BUCKET: usize = usize::MAX;
+    let mut bucket_orders: Vec<BucketOrder> =
+        servers.iter().map(|(server, _)| BucketOrder::of(*server, size)).collect();
+    let mut bucket_counts = vec![0.0; servers.len()];
+    let mut table = vec![FREE_BUCKET; size];
+    let mut free_bucket_count = size;
     for round in 1u32.. {
-        for (position, order) in orders.iter_mut().enumerate() {
-            if free == 0 {
+        for (position, order) in bucket_orders.iter_mut().enumerate() {
+            if free_bucket_count == 0 {
                 return table;
             }
-            if had[position] + 1.0 > f64::from(round) * servers[position].1 / largest {
+            if bucket_counts[position] + 1.0 > f64::from(round) * servers[position].1 / largest_share {
                 continue;
             }
-            had[position] += 1.0;
-            let bucket = order.find(|bucket| table[*bucket] == FREE).expect("an order passes every bucket");
+            bucket_counts[position] += 1.0;
+            let bucket = order.find(|bucket| table[*bucket] == FREE_BUCKET).expect("an order passes every bucket");
             table[bucket] = position;
-            free -= 1;
+            free_bucket_count -= 1;
         }
     }
     unreachable!("the server of the largest share has a bucket in every round")
@@ -48,20 +49,22 @@ pub fn weighted_maglev_table(servers: &[(ServerId, f64)], size: usize) -> Vec<us
 
 /// Order in which a server takes buckets: offset, offset + skip, offset + 2 skip, ... modulo the size.
 struct BucketOrder {
-    next: usize,
+    next_bucket: usize,
     skip: usize,
-    size: usize,
+    bucket_count: usize,
 }
 
 impl BucketOrder {
-    fn of(server: ServerId, size: usize) -> Self {
+    fn of(server: ServerId, bucket_count: usize) -> Self {
         let hash = mix_hash(server.get().into());
-        let next = (hash as u32) as usize % size;
+        let next_bucket = (hash as u32) as usize % bucket_count;
         // 1 to size - 1, as published for a prime size; otherwise the next number that shares no divisor with the size,
         // so that the order passes every bucket.
-        let first = (hash >> 32) as usize % (size - 1).max(1) + 1;
-        let skip = (first..first + size).find(|skip| are_coprime(*skip, size)).expect("1 modulo the size is coprime");
-        Self { next, skip: skip % size, size }
+        let first_skip = (hash >> 32) as usize % (bucket_count - 1).max(1) + 1;
+        let skip = (first_skip..first_skip + bucket_count)
+            .find(|skip| are_coprime(*skip, bucket_count))
+            .expect("1 modulo the size is coprime");
+        Self { next_bucket, skip: skip % bucket_count, bucket_count }
     }
 }
 
@@ -69,8 +72,8 @@ impl Iterator for BucketOrder {
     type Item = usize;
 
     fn next(&mut self) -> Option<usize> {
-        let bucket = self.next;
-        self.next = (bucket + self.skip) % self.size;
+        let bucket = self.next_bucket;
+        self.next_bucket = (bucket + self.skip) % self.bucket_count;
         Some(bucket)
     }
 }
@@ -83,27 +86,27 @@ fn are_coprime(a: usize, b: usize) -> bool {
 mod tests {
     use super::*;
 
-    fn servers(count: u64) -> Vec<ServerId> {
+    fn server_ids(count: u64) -> Vec<ServerId> {
         (0..count).map(|id| ServerId::try_from(id * 31 + 5).unwrap()).collect()
     }
 
     #[test]
-    fn every_permutation_visits_every_bucket_once() {
+    fn bucket_order_visits_every_bucket_once() {
         for size in [1, 2, 7, 128, 1000, 65_537] {
-            for server in servers(5) {
-                let mut seen = vec![false; size];
-                BucketOrder::of(server, size).take(size).for_each(|bucket| seen[bucket] = true);
-                assert!(seen.iter().all(|seen| *seen), "{size} buckets, server {server}");
+            for server in server_ids(5) {
+                let mut is_visited = vec![false; size];
+                BucketOrder::of(server, size).take(size).for_each(|bucket| is_visited[bucket] = true);
+                assert!(is_visited.iter().all(|seen| *seen), "{size} buckets, server {server}");
             }
         }
     }
 
     #[test]
-    fn shares_are_equal_to_within_one() {
-        for (count, size) in [(3, 128), (7, 2048), (468, PUBLISHED_SIZE), (200, 128)] {
-            let mut shares = vec![0; count as usize];
-            maglev_table(&servers(count), size).iter().for_each(|position| shares[*position] += 1);
-            let (low, high) = (shares.iter().min().unwrap(), shares.iter().max().unwrap());
+    fn servers_have_equally_many_buckets_to_within_one() {
+        for (count, size) in [(3, 128), (7, 2048), (468, PUBLISHED_TABLE_SIZE), (200, 128)] {
+            let mut buckets_per_server = vec![0; count as usize];
+            maglev_table(&server_ids(count), size).iter().for_each(|position| buckets_per_server[*position] += 1);
+            let (low, high) = (buckets_per_server.iter().min().unwrap(), buckets_per_server.iter().max().unwrap());
             assert!(high - low <= 1, "{count} servers, {size} buckets: {low} to {high}");
         }
         assert!(maglev_table(&[], 128).is_empty());
@@ -111,24 +114,26 @@ mod tests {
 
     #[test]
     fn every_server_has_its_share_of_buckets() {
-        let shared: Vec<_> = servers(30).into_iter().zip([1.0, 3.0, 0.5].into_iter().cycle()).collect();
-        let mut buckets = [0; 30];
-        weighted_maglev_table(&shared, PUBLISHED_SIZE).iter().for_each(|position| buckets[*position] += 1);
-        let unit = PUBLISHED_SIZE as f64 / 45.0;
-        for (count, (_, share)) in buckets.iter().zip(&shared) {
-            assert!((f64::from(*count) - share * unit).abs() <= 2.0, "{count} buckets with share {share}");
+        let servers_and_shares: Vec<_> = server_ids(30).into_iter().zip([1.0, 3.0, 0.5].into_iter().cycle()).collect();
+        let mut buckets_per_server = [0; 30];
+        weighted_maglev_table(&servers_and_shares, PUBLISHED_TABLE_SIZE)
+            .iter()
+            .for_each(|position| buckets_per_server[*position] += 1);
+        let buckets_per_share = PUBLISHED_TABLE_SIZE as f64 / 45.0;
+        for (count, (_, share)) in buckets_per_server.iter().zip(&servers_and_shares) {
+            assert!((f64::from(*count) - share * buckets_per_share).abs() <= 2.0, "{count} buckets with share {share}");
         }
     }
 
     #[test]
     fn pool_change_moves_few_extra_buckets() {
-        let before = servers(100);
-        let table = maglev_table(&before, PUBLISHED_SIZE);
-        let after = maglev_table(&before[1..], PUBLISHED_SIZE);
+        let before = server_ids(100);
+        let table = maglev_table(&before, PUBLISHED_TABLE_SIZE);
+        let after = maglev_table(&before[1..], PUBLISHED_TABLE_SIZE);
         // Position p of the shorter list is p + 1 of the longer one.
-        let stayed = table.iter().filter(|position| **position != 0).count();
-        let moved = table.iter().zip(&after).filter(|(old, new)| **old != 0 && **old != **new + 1).count();
+        let unaffected_count = table.iter().filter(|position| **position != 0).count();
+        let moved_count = table.iter().zip(&after).filter(|(old, new)| **old != 0 && **old != **new + 1).count();
         // The paper's Fig. 12 has a few per cent at such sizes; `hash` moves nearly all.
-        assert!(moved * 20 < stayed, "{moved} of {stayed} buckets moved that need not");
+        assert!(moved_count * 20 < unaffected_count, "{moved_count} of {unaffected_count} buckets moved that need not");
     }
 }

@@ -1,5 +1,5 @@
 //! Policies, which fill a [`PlacementTable`]. Each policy has a file; a new one implements [`Policy`] and is listed in
-//! [`REGISTRY`]. It is then available to the live controller, to the demo and to the simulator.
+//! [`POLICY_REGISTRY`]. It is then available to the live controller, to the demo and to the simulator.
 //!
 //! A *table policy* (hash, consistent-hash, bounded-load, maglev, crossrss, crossrss-plus, least and its metrics)
 //! decides by the table's contents. A *flow policy* (rr, wrr, awrr, pow2 and its metrics) decides by a rule of the data
@@ -31,25 +31,25 @@ mod wrr;
 mod wrr_schedule;
 
 pub use consistent_hash::ring_table;
-pub use crossrss_plus::CrossRssPlus;
+pub use crossrss_plus::CrossRssPlusPolicy;
 pub use groups::{RssGroup, rss_groups, rss_key_count};
 pub use hash::modulo_table;
-pub use least::LeastByMetric;
+pub use least::LeastPolicy;
 pub use load_metric::{LoadMetric, TelemetryLevel};
-pub use loads::{Bin, HistogramBins, LoadHistogram, ServerClass, ServerLoads};
-pub use maglev::{PUBLISHED_SIZE as MAGLEV_PUBLISHED_SIZE, maglev_table};
+pub use loads::{HistogramBins, LoadBin, LoadHistogram, ServerClass, ServerLoads};
+pub use maglev::{PUBLISHED_TABLE_SIZE as MAGLEV_PUBLISHED_SIZE, maglev_table};
 pub use pool::{Pool, PoolServer, TrafficRates};
-pub use rack::{CandidateList, MAX_CANDIDATES, RackSummary, ReducedServer};
-pub use weight::{Capacity, CapacityError, Weight, WeightError};
+pub use rack::{CandidateList, MAX_CANDIDATES, RackSummary, SummarizedServer};
+pub use weight::{ServerCapacity, ServerCapacityOutOfRange, ServerWeight, ServerWeightOutOfRange};
 
 use std::borrow::Cow;
 
 use coreward_intf as intf;
 
 use crate::ServerId;
-use crate::load::to_fixed_point;
+use crate::load::load_to_fixed_point;
 use crate::placement::{
-    BucketCount, Candidate, Member, PlacementRule, PlacementTable, ServerCore, weighted_rendezvous,
+    BucketCount, CandidateCore, PlacementRule, PlacementTable, ServerCore, TableMember, weighted_rendezvous_table,
 };
 use crate::rss::{RssKey, seeded_rng};
 
@@ -102,7 +102,7 @@ pub trait Policy: Send {
 type PolicyFactory = fn(u64) -> Box<dyn Policy>;
 
 /// All policies: names, and functions that create them from a seed.
-pub const REGISTRY: [(&str, PolicyFactory); 17] = [
+pub const POLICY_REGISTRY: [(&str, PolicyFactory); 17] = [
     (hash::NAME, |seed| Box::new(static_policy::StaticPolicy::new(hash::NAME, hash::weighted_modulo_table, seed))),
     (consistent_hash::NAME, |seed| {
         Box::new(static_policy::StaticPolicy::new(consistent_hash::NAME, consistent_hash::weighted_ring_table, seed))
@@ -110,24 +110,24 @@ pub const REGISTRY: [(&str, PolicyFactory); 17] = [
     (maglev::NAME, |seed| {
         Box::new(static_policy::StaticPolicy::new(maglev::NAME, maglev::weighted_maglev_table, seed))
     }),
-    (bounded_load::NAME, |seed| Box::new(bounded_load::BoundedLoad::new(seed))),
-    (rr::NAME, |seed| Box::new(rr::RoundRobin::new(seed))),
-    (wrr::NAME, |seed| Box::new(wrr::WeightedRoundRobin::new(seed))),
+    (bounded_load::NAME, |seed| Box::new(bounded_load::BoundedLoadPolicy::new(seed))),
+    (rr::NAME, |seed| Box::new(rr::RoundRobinPolicy::new(seed))),
+    (wrr::NAME, |seed| Box::new(wrr::WeightedRoundRobinPolicy::new(seed))),
     (awrr::NAME, |seed| Box::new(awrr::AdaptiveWeightedRoundRobin::new(seed))),
-    (pow2::NAMES[0], |seed| Box::new(pow2::PowerOfTwo::new(LoadMetric::Cpu, seed))),
-    (pow2::NAMES[1], |seed| Box::new(pow2::PowerOfTwo::new(LoadMetric::Connections, seed))),
-    (pow2::NAMES[2], |seed| Box::new(pow2::PowerOfTwo::new(LoadMetric::Packets, seed))),
-    (pow2::NAMES[3], |seed| Box::new(pow2::PowerOfTwo::new(LoadMetric::Bytes, seed))),
-    (least::NAMES[0], |seed| Box::new(least::LeastByMetric::new(seed))),
-    (least::NAMES[1], |seed| Box::new(least::LeastByMetric::with_metric(LoadMetric::Packets, seed))),
-    (least::NAMES[2], |seed| Box::new(least::LeastByMetric::with_metric(LoadMetric::Bytes, seed))),
-    (least::NAMES[3], |seed| Box::new(least::LeastByMetric::with_metric(LoadMetric::Cpu, seed))),
-    (crossrss::NAME, |seed| Box::new(crossrss::CrossRss::new(seed))),
-    (crossrss_plus::NAME, |seed| Box::new(crossrss_plus::CrossRssPlus::new(seed))),
+    (pow2::POLICY_NAMES[0], |seed| Box::new(pow2::PowerOfTwoPolicy::new(LoadMetric::Cpu, seed))),
+    (pow2::POLICY_NAMES[1], |seed| Box::new(pow2::PowerOfTwoPolicy::new(LoadMetric::Connections, seed))),
+    (pow2::POLICY_NAMES[2], |seed| Box::new(pow2::PowerOfTwoPolicy::new(LoadMetric::Packets, seed))),
+    (pow2::POLICY_NAMES[3], |seed| Box::new(pow2::PowerOfTwoPolicy::new(LoadMetric::Bytes, seed))),
+    (least::POLICY_NAMES[0], |seed| Box::new(least::LeastPolicy::new(seed))),
+    (least::POLICY_NAMES[1], |seed| Box::new(least::LeastPolicy::with_metric(LoadMetric::Packets, seed))),
+    (least::POLICY_NAMES[2], |seed| Box::new(least::LeastPolicy::with_metric(LoadMetric::Bytes, seed))),
+    (least::POLICY_NAMES[3], |seed| Box::new(least::LeastPolicy::with_metric(LoadMetric::Cpu, seed))),
+    (crossrss::NAME, |seed| Box::new(crossrss::CrossRssPolicy::new(seed))),
+    (crossrss_plus::NAME, |seed| Box::new(crossrss_plus::CrossRssPlusPolicy::new(seed))),
 ];
 
 /// Name of the default policy of a service.
-pub const DEFAULT: &str = crossrss_plus::NAME;
+pub const DEFAULT_POLICY_NAME: &str = crossrss_plus::NAME;
 
 /// Error: a name that no policy has.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -136,52 +136,60 @@ pub struct UnknownPolicy(pub String);
 
 /// Returns the names of all policies.
 pub fn names() -> Vec<&'static str> {
-    REGISTRY.iter().map(|(name, _)| *name).collect()
+    POLICY_REGISTRY.iter().map(|(name, _)| *name).collect()
 }
 
 /// Returns the names of the policies whose tables depend on the pool alone, and not on loads.
-pub fn load_independent_names() -> Vec<&'static str> {
-    REGISTRY.iter().filter(|(_, make)| make(0).is_load_independent()).map(|(name, _)| *name).collect()
+pub fn load_independent_policy_names() -> Vec<&'static str> {
+    POLICY_REGISTRY.iter().filter(|(_, make)| make(0).is_load_independent()).map(|(name, _)| *name).collect()
 }
 
 /// Returns the telemetry that a policy needs from load balancers; `Nothing` for an unknown name. Reports of servers are
 /// checked by the same telemetry.
-pub fn telemetry_level(name: &str) -> TelemetryLevel {
-    let telemetry_of = |policy: Box<dyn Policy>| {
-        let checked = if policy.reads_loads() { TelemetryLevel::Connections } else { TelemetryLevel::Nothing };
-        policy.telemetry_level().max(checked)
+pub fn telemetry_level_of_policy(name: &str) -> TelemetryLevel {
+    let required_telemetry = |policy: Box<dyn Policy>| {
+        let telemetry_for_checks =
+            if policy.reads_loads() { TelemetryLevel::Connections } else { TelemetryLevel::Nothing };
+        policy.telemetry_level().max(telemetry_for_checks)
     };
-    policy_by_name(name, 0).map(telemetry_of).unwrap_or_default()
+    policy_by_name(name, 0).map(required_telemetry).unwrap_or_default()
 }
 
 /// Returns whether the policy's tables depend on loads or counts, and so expire; false for an unknown name.
-pub fn reads_loads(name: &str) -> bool {
+pub fn does_policy_read_loads(name: &str) -> bool {
     policy_by_name(name, 0).is_ok_and(|policy| policy.reads_loads())
 }
 
 /// Returns the policy with the name `name`, created from `seed`. Fails when the name is unknown.
 pub fn policy_by_name(name: &str, seed: u64) -> Result<Box<dyn Policy>, UnknownPolicy> {
-    let found = REGISTRY.iter().find(|(known, _)| *known == name);
-    found.map(|(_, make)| make(seed)).ok_or_else(|| UnknownPolicy(name.to_string()))
+    let entry = POLICY_REGISTRY.iter().find(|(known, _)| *known == name);
+    entry.map(|(_, make)| make(seed)).ok_or_else(|| UnknownPolicy(name.to_string()))
 }
 
 /// Stream of [`seeded_rng`] from which hash keys are drawn that are independent of every NIC's key.
-const RNG_STREAM_INDEPENDENT_KEY: u64 = 2;
+const INDEPENDENT_KEY_RNG_STREAM: u64 = 2;
 
 /// Returns a hash key that only the load balancer uses. With buckets by the hash of the servers' RSS, `hash` would
 /// reach only some cores of each server and look twice as bad as it is.
-fn independent_key(seed: u64) -> RssKey {
-    RssKey::random(&mut seeded_rng(seed, RNG_STREAM_INDEPENDENT_KEY))
+fn independent_hash_key(seed: u64) -> RssKey {
+    RssKey::random(&mut seeded_rng(seed, INDEPENDENT_KEY_RNG_STREAM))
 }
 
 /// Returns a table with members and consistent servers, and one group without candidates. Every policy starts with it.
-fn base_table(pool: &Pool, rule: PlacementRule, buckets: BucketCount, generation: u64, key: RssKey) -> PlacementTable {
-    let weights: Vec<(ServerId, u32)> = pool.eligible().map(|server| (server.id, server.weight.get())).collect();
-    table_with(pool, rule, buckets, generation, key, weighted_rendezvous(&weights, buckets))
+fn table_without_candidates(
+    pool: &Pool,
+    rule: PlacementRule,
+    buckets: BucketCount,
+    generation: u64,
+    key: RssKey,
+) -> PlacementTable {
+    let weights: Vec<(ServerId, u32)> =
+        pool.eligible_servers().map(|server| (server.id, server.weight.get())).collect();
+    table_with_consistent_servers(pool, rule, buckets, generation, key, weighted_rendezvous_table(&weights, buckets))
 }
 
-/// Returns the result of [`base_table`] for known consistent servers.
-fn table_with(
+/// Returns the result of [`table_without_candidates`] for known consistent servers.
+fn table_with_consistent_servers(
     pool: &Pool,
     rule: PlacementRule,
     bucket_count: BucketCount,
@@ -189,10 +197,10 @@ fn table_with(
     key: RssKey,
     consistent_servers: Vec<ServerId>,
 ) -> PlacementTable {
-    let neutral = pool.neutral_load();
-    let members: Vec<Member> = pool
-        .eligible()
-        .map(|server| Member { server: server.id, load: to_fixed_point(server.mean_load(neutral)) })
+    let neutral_load = pool.neutral_load();
+    let members: Vec<TableMember> = pool
+        .eligible_servers()
+        .map(|server| TableMember { server: server.id, load: load_to_fixed_point(server.mean_load(neutral_load)) })
         .collect();
     PlacementTable {
         generation,
@@ -212,7 +220,7 @@ fn table_with(
 }
 
 /// Returns the table in which bucket i goes to member i mod n: `hash`, and `crossrss` until the first report.
-fn modulo_placement(pool: &Pool, buckets: BucketCount, generation: u64, key: RssKey) -> PlacementTable {
+fn modulo_placement_table(pool: &Pool, buckets: BucketCount, generation: u64, key: RssKey) -> PlacementTable {
     let positions = hash::weighted_modulo_table(&pool.shares(), buckets.get() as usize);
     table_by_bucket(pool, buckets, generation, key, &positions)
 }
@@ -226,16 +234,16 @@ fn table_by_bucket(
     key: RssKey,
     positions: &[usize],
 ) -> PlacementTable {
-    let mut table = base_table(pool, PlacementRule::Table, buckets, generation, key);
+    let mut table = table_without_candidates(pool, PlacementRule::Table, buckets, generation, key);
     if table.members.is_empty() {
         return table;
     }
-    let of_bucket = |position: &usize| Candidate {
+    let candidate_of_bucket = |position: &usize| CandidateCore {
         server: table.members[*position].server,
         load: 0,
         core_slot: (*position).min(intf::MAX_CORE_SLOTS as usize - 1) as u16,
     };
-    table.candidates = positions.iter().map(of_bucket).collect();
+    table.candidates = positions.iter().map(candidate_of_bucket).collect();
     table.candidates_per_bucket = 1;
     table.core_slots = table.members.iter().map(|member| ServerCore { server: member.server, core: 0 }).collect();
     table.core_slots.truncate(intf::MAX_CORE_SLOTS as usize);

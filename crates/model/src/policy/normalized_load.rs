@@ -10,7 +10,7 @@ use super::{Pool, ServerClass};
 use crate::statistics::mean;
 
 pub struct NormalizedLoad {
-    mean: f64,
+    mean_load: f64,
     /// Constant that is added to each compared value, so that none is below 0.
     offset: f64,
     mean_weight: f64,
@@ -20,34 +20,35 @@ pub struct NormalizedLoad {
 
 impl NormalizedLoad {
     pub fn of(pool: &Pool) -> Self {
-        let alike = pool.totals().is_uniform;
-        let mut levels =
-            Self { mean: pool.neutral_load(), offset: 0.0, mean_weight: 1.0, mean_speed: 1.0, is_uniform: alike };
-        if !alike {
-            let classes: Vec<ServerClass> = pool.eligible().map(|server| server.class()).collect();
+        let is_uniform = pool.totals().is_uniform;
+        let mut normalized_load =
+            Self { mean_load: pool.neutral_load(), offset: 0.0, mean_weight: 1.0, mean_speed: 1.0, is_uniform };
+        if !is_uniform {
+            let classes: Vec<ServerClass> = pool.eligible_servers().map(|server| server.server_class()).collect();
             let weights: Vec<f64> = classes.iter().map(|class| f64::from(class.weight.get())).collect();
             let speeds: Vec<f64> = classes.iter().map(|class| class.speed).collect();
-            levels.mean_weight = mean(&weights).unwrap_or(1.0);
-            levels.mean_speed = mean(&speeds).unwrap_or(1.0);
-            let lowest = classes.iter().map(|class| levels.normalize(*class, 0.0)).fold(0.0, f64::min);
-            levels.offset = -lowest;
+            normalized_load.mean_weight = mean(&weights).unwrap_or(1.0);
+            normalized_load.mean_speed = mean(&speeds).unwrap_or(1.0);
+            let lowest_value =
+                classes.iter().map(|class| normalized_load.compared_value(*class, 0.0)).fold(0.0, f64::min);
+            normalized_load.offset = -lowest_value;
         }
-        levels
+        normalized_load
     }
 
     /// Returns the compared value of a core of a class with this load. Within a class the value never falls where loads
     /// rise.
-    pub fn normalize(&self, class: ServerClass, load: f64) -> f64 {
+    pub fn compared_value(&self, class: ServerClass, load: f64) -> f64 {
         if self.is_uniform {
             return load;
         }
-        self.compared_at(self.level(class), load)
+        self.compared_value_at_level(self.level_and_speed(class), load)
     }
 
     /// Returns the result of [`NormalizedLoad::normalize`] if cores are not all alike, and [`NormalizedLoad::level`] of
     /// the class is known.
-    pub fn compared_at(&self, (level, speed): (f64, f64), load: f64) -> f64 {
-        self.offset + self.mean - speed * (level - load)
+    pub fn compared_value_at_level(&self, (level, speed): (f64, f64), load: f64) -> f64 {
+        self.offset + self.mean_load - speed * (level - load)
     }
 
     /// Returns whether all cores have the same level and speed.
@@ -56,59 +57,62 @@ impl NormalizedLoad {
     }
 
     /// Returns the level of the cores of a class, and their speed relative to the mean speed.
-    pub fn level(&self, class: ServerClass) -> (f64, f64) {
+    pub fn level_and_speed(&self, class: ServerClass) -> (f64, f64) {
         if self.is_uniform {
-            return (self.mean, 1.0);
+            return (self.mean_load, 1.0);
         }
-        (self.mean * f64::from(class.weight.get()) / self.mean_weight, class.speed / self.mean_speed)
+        (self.mean_load * f64::from(class.weight.get()) / self.mean_weight, class.speed / self.mean_speed)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::{Capacity, PoolServer, Weight};
+    use crate::policy::{PoolServer, ServerCapacity, ServerWeight};
 
     fn server(id: u64, load: f64, weight: u64, capacity: Option<f64>) -> PoolServer {
         PoolServer {
             loads: Some(vec![load; 2].into()),
-            weight: Weight::new(weight).unwrap(),
-            capacity: capacity.map(|capacity| Capacity::new(capacity).unwrap()),
+            weight: ServerWeight::new(weight).unwrap(),
+            capacity: capacity.map(|capacity| ServerCapacity::new(capacity).unwrap()),
             ..PoolServer::new(id.try_into().unwrap())
         }
     }
 
-    fn normalize(servers: &[PoolServer]) -> Vec<f64> {
+    fn compared_values(servers: &[PoolServer]) -> Vec<f64> {
         let pool = Pool::new(servers.to_vec(), 1);
-        let levels = NormalizedLoad::of(&pool);
-        servers.iter().map(|server| levels.normalize(server.class(), server.mean_load(0.0))).collect()
+        let normalized_load = NormalizedLoad::of(&pool);
+        servers
+            .iter()
+            .map(|server| normalized_load.compared_value(server.server_class(), server.mean_load(0.0)))
+            .collect()
     }
 
     #[test]
     fn equal_cores_are_compared_by_load() {
-        assert_eq!(normalize(&[server(1, 0.3, 5, None), server(2, 0.7, 5, None)]), [0.3, 0.7]);
-        assert_eq!(normalize(&[server(1, 0.3, 1, Some(4.0)), server(2, 0.7, 1, Some(4.0))]), [0.3, 0.7]);
+        assert_eq!(compared_values(&[server(1, 0.3, 5, None), server(2, 0.7, 5, None)]), [0.3, 0.7]);
+        assert_eq!(compared_values(&[server(1, 0.3, 1, Some(4.0)), server(2, 0.7, 1, Some(4.0))]), [0.3, 0.7]);
     }
 
     #[test]
-    fn heavy_server_is_level_at_a_higher_load() {
+    fn servers_are_compared_as_equal_at_loads_in_proportion_to_their_weights() {
         // Mean 0.4, weights 1 and 3: levels 0.2 and 0.6.
-        let both = normalize(&[server(1, 0.2, 1, None), server(2, 0.6, 3, None)]);
-        assert!((both[0] - both[1]).abs() < 1e-9, "{both:?}");
+        let values = compared_values(&[server(1, 0.2, 1, None), server(2, 0.6, 3, None)]);
+        assert!((values[0] - values[1]).abs() < 1e-9, "{values:?}");
     }
 
     #[test]
-    fn faster_core_with_an_equal_deficit_takes_more() {
+    fn core_of_twice_the_speed_has_twice_the_missing_work_at_the_same_load() {
         let servers = [server(1, 0.4, 1, Some(2.0)), server(2, 0.4, 1, Some(4.0)), server(3, 0.7, 1, Some(2.0))];
-        let of = normalize(&servers);
+        let values = compared_values(&servers);
         let pool = Pool::new(servers.to_vec(), 1);
-        let levels = NormalizedLoad::of(&pool);
-        assert!(of[1] < of[0] && of[0] < of[2], "{of:?}");
-        let missing = |server: &PoolServer| {
-            let (level, speed) = levels.level(server.class());
+        let normalized_load = NormalizedLoad::of(&pool);
+        assert!(values[1] < values[0] && values[0] < values[2], "{values:?}");
+        let missing_work = |server: &PoolServer| {
+            let (level, speed) = normalized_load.level_and_speed(server.server_class());
             speed * (level - 0.4)
         };
-        assert!((missing(&servers[1]) - 2.0 * missing(&servers[0])).abs() < 1e-9);
-        assert!(of.iter().all(|compared| *compared >= 0.0));
+        assert!((missing_work(&servers[1]) - 2.0 * missing_work(&servers[0])).abs() < 1e-9);
+        assert!(values.iter().all(|compared| *compared >= 0.0));
     }
 }

@@ -9,18 +9,18 @@ use std::collections::BTreeMap;
 use super::Pool;
 use super::bucket_loads::BucketLoads;
 use super::loads::{LoadHistogram, ServerClass, ServerLoads};
-use super::rack_aggregate::{RackAggregate, RelayedHistograms};
+use super::rack_aggregate::{RackAggregate, RackHistograms};
 use crate::ServerId;
 use crate::load::CoreLoads;
-use crate::placement::{BucketCount, weighted_rendezvous};
+use crate::placement::{BucketCount, weighted_rendezvous_table};
 
 /// Cache of one core-aware policy, kept from table to table.
 #[derive(Debug, Default)]
 pub struct PolicyCache {
     pub(super) groups: Vec<CachedGroup>,
-    spreads: LoadHistograms,
-    relayed: RelayedHistograms,
-    consistent: ConsistentChoice,
+    local_histograms: LocalHistograms,
+    rack_histograms: RackHistograms,
+    consistent_choice: CachedConsistentServers,
 }
 
 /// Cache of one group of servers with the same RSS key.
@@ -32,83 +32,83 @@ pub struct CachedGroup {
 }
 
 impl PolicyCache {
-    pub(super) fn spreads(&mut self, pool: &Pool) -> Cow<'_, BTreeMap<ServerClass, LoadHistogram>> {
-        self.spreads.update(pool);
-        let relayed = self.relayed.update(&pool.racks);
-        if relayed.is_empty() {
-            return Cow::Borrowed(&self.spreads.by_class);
+    pub(super) fn load_histograms(&mut self, pool: &Pool) -> Cow<'_, BTreeMap<ServerClass, LoadHistogram>> {
+        self.local_histograms.update(pool);
+        let rack_histograms = self.rack_histograms.update(&pool.racks);
+        if rack_histograms.is_empty() {
+            return Cow::Borrowed(&self.local_histograms.by_class);
         }
-        if self.spreads.counted.is_empty() {
-            return Cow::Borrowed(relayed);
+        if self.local_histograms.counted_servers.is_empty() {
+            return Cow::Borrowed(rack_histograms);
         }
-        let mut all = relayed.clone();
-        for (class, spread) in &self.spreads.by_class {
-            all.entry(*class).or_default().add_all(spread.bins());
+        let mut all_histograms = rack_histograms.clone();
+        for (class, spread) in &self.local_histograms.by_class {
+            all_histograms.entry(*class).or_default().add_bins(spread.bins());
         }
-        Cow::Owned(all)
+        Cow::Owned(all_histograms)
     }
 
     /// Returns the server of each bucket for connections without a cookie, by eligible servers and their weights alone.
     pub(super) fn consistent_servers(&mut self, pool: &Pool, buckets: BucketCount) -> Vec<ServerId> {
-        let weights = || pool.eligible().map(|server| (server.id, server.weight.get()));
-        let is_same =
+        let weights = || pool.eligible_servers().map(|server| (server.id, server.weight.get()));
+        let is_unchanged =
             |(known, of): &(Vec<(ServerId, u32)>, BucketCount)| *of == buckets && known.iter().copied().eq(weights());
-        if !self.consistent.source.as_ref().is_some_and(is_same) {
+        if !self.consistent_choice.weights_and_buckets.as_ref().is_some_and(is_unchanged) {
             let weights: Vec<(ServerId, u32)> = weights().collect();
-            self.consistent.choice = weighted_rendezvous(&weights, buckets);
-            self.consistent.source = Some((weights, buckets));
+            self.consistent_choice.servers_by_bucket = weighted_rendezvous_table(&weights, buckets);
+            self.consistent_choice.weights_and_buckets = Some((weights, buckets));
         }
-        self.consistent.choice.clone()
+        self.consistent_choice.servers_by_bucket.clone()
     }
 }
 
 #[derive(Debug, Default)]
-struct ConsistentChoice {
-    source: Option<(Vec<(ServerId, u32)>, BucketCount)>,
-    choice: Vec<ServerId>,
+struct CachedConsistentServers {
+    weights_and_buckets: Option<(Vec<(ServerId, u32)>, BucketCount)>,
+    servers_by_bucket: Vec<ServerId>,
 }
 
 /// Load histograms of the eligible servers that report directly to this controller. They have whole numbers, so that
 /// cores can be subtracted again.
 #[derive(Debug, Default)]
-struct LoadHistograms {
+struct LocalHistograms {
     by_class: BTreeMap<ServerClass, LoadHistogram>,
     /// Servers included in the histograms, by id.
-    counted: Vec<CountedServer>,
+    counted_servers: Vec<CountedServer>,
 }
 
 #[derive(Debug)]
 struct CountedServer {
     server: ServerId,
     class: ServerClass,
-    cores: CoreLoads,
+    core_loads: CoreLoads,
 }
 
-impl LoadHistograms {
+impl LocalHistograms {
     fn update(&mut self, pool: &Pool) {
-        let mut before = std::mem::take(&mut self.counted).into_iter().peekable();
-        for server in pool.eligible() {
+        let mut previously_counted = std::mem::take(&mut self.counted_servers).into_iter().peekable();
+        for server in pool.eligible_servers() {
             let Some(cores) = server.loads.as_ref().and_then(ServerLoads::cores) else { continue };
-            while let Some(gone) = before.next_if(|counted| counted.server < server.id) {
-                self.remove(&gone);
+            while let Some(gone) = previously_counted.next_if(|counted| counted.server < server.id) {
+                self.remove_server(&gone);
             }
-            let now = CountedServer { server: server.id, class: server.class(), cores: cores.clone() };
-            match before.next_if(|counted| counted.server == server.id) {
-                Some(same) if same.class == now.class && same.cores == now.cores => {}
+            let current = CountedServer { server: server.id, class: server.server_class(), core_loads: cores.clone() };
+            match previously_counted.next_if(|counted| counted.server == server.id) {
+                Some(same) if same.class == current.class && same.core_loads == current.core_loads => {}
                 known => {
-                    known.iter().for_each(|known| self.remove(known));
-                    let spread = self.by_class.entry(now.class).or_default();
-                    now.cores.iter().for_each(|load| spread.add(*load));
+                    known.iter().for_each(|known| self.remove_server(known));
+                    let histogram = self.by_class.entry(current.class).or_default();
+                    current.core_loads.iter().for_each(|load| histogram.add(*load));
                 }
             }
-            self.counted.push(now);
+            self.counted_servers.push(current);
         }
-        before.for_each(|gone| self.remove(&gone));
+        previously_counted.for_each(|gone| self.remove_server(&gone));
     }
 
-    fn remove(&mut self, counted: &CountedServer) {
+    fn remove_server(&mut self, counted: &CountedServer) {
         if let Some(spread) = self.by_class.get_mut(&counted.class) {
-            counted.cores.iter().for_each(|load| spread.remove(*load));
+            counted.core_loads.iter().for_each(|load| spread.remove(*load));
         }
     }
 }
@@ -117,8 +117,8 @@ impl LoadHistograms {
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::crossrss::CrossRss;
-    use super::super::{Capacity, CrossRssPlus, Policy, PoolServer, Weight};
+    use super::super::crossrss::CrossRssPolicy;
+    use super::super::{CrossRssPlusPolicy, Policy, PoolServer, ServerCapacity, ServerWeight};
     use super::*;
     use crate::rss::{IndirectionTable, RssConfig, RssKey, seeded_rng};
 
@@ -141,12 +141,12 @@ mod tests {
                 indirection_table: IndirectionTable::independent(table, 32, 3).unwrap(),
             });
             PoolServer {
-                eligible,
+                is_eligible: eligible,
                 loads: loads.map(ServerLoads::from),
                 rss,
-                weight: Weight::new(weight).unwrap(),
+                weight: ServerWeight::new(weight).unwrap(),
                 slow_start_fraction,
-                capacity: capacity.map(|capacity| Capacity::new(capacity).unwrap()),
+                capacity: capacity.map(|capacity| ServerCapacity::new(capacity).unwrap()),
                 has_new_load: fresh,
                 ..PoolServer::new(ServerId::try_from(0).unwrap())
             }
@@ -166,14 +166,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn cached_policy_state_equals_a_new_one(
+        fn tables_with_and_without_a_cache_are_equal(
             begin in prop::collection::vec(server(), 0..12),
             changes in prop::collection::vec(change(), 1..8),
         ) {
             let mut servers: Vec<Option<PoolServer>> = begin.into_iter().map(Some).collect();
             servers.resize(12, None);
-            let (mut plus, mut plus_anew) = (CrossRssPlus::new(7), CrossRssPlus::new(7));
-            let mut published = CrossRss::new(7);
+            let (mut plus, mut plus_anew) = (CrossRssPlusPolicy::new(7), CrossRssPlusPolicy::new(7));
+            let mut published_policy = CrossRssPolicy::new(7);
             for (generation, (changed, buckets, opened)) in (1..).zip(changes) {
                 changed.into_iter().for_each(|(position, server)| servers[position] = server);
                 let with_id = |(position, server): (usize, &Option<PoolServer>)| {
@@ -182,10 +182,10 @@ mod tests {
                 let pool = Pool::new(servers.iter().enumerate().filter_map(with_id).collect(), 2);
                 let pool = pool.with_opened_connections(opened);
                 plus_anew.cache = PolicyCache::default();
-                let anew = plus_anew.compute_table(&pool, buckets, generation);
-                prop_assert_eq!(plus.compute_table(&pool, buckets, generation), anew);
-                let anew = CrossRss::new(7).compute_table(&pool, buckets, generation);
-                prop_assert_eq!(published.compute_table(&pool, buckets, generation), anew);
+                let table_without_cache = plus_anew.compute_table(&pool, buckets, generation);
+                prop_assert_eq!(plus.compute_table(&pool, buckets, generation), table_without_cache);
+                let table_without_cache = CrossRssPolicy::new(7).compute_table(&pool, buckets, generation);
+                prop_assert_eq!(published_policy.compute_table(&pool, buckets, generation), table_without_cache);
             }
         }
     }

@@ -3,7 +3,7 @@
 use std::sync::{Arc, OnceLock};
 
 use super::loads::{ServerClass, ServerLoads};
-use super::{CandidateList, Capacity, RackSummary, Weight};
+use super::{CandidateList, RackSummary, ServerCapacity, ServerWeight};
 use crate::ServerId;
 use crate::placement::mix_hash;
 use crate::rss::{RssConfig, RssKey};
@@ -14,7 +14,7 @@ pub struct PoolServer {
     /// Id of the server.
     pub id: ServerId,
     /// Whether the server takes new connections (neither draining nor unhealthy).
-    pub eligible: bool,
+    pub is_eligible: bool,
     /// Loads of the server's cores; `None` if there is no fresh report: the server then counts with the neutral load.
     pub loads: Option<ServerLoads>,
     /// RSS key and indirection table of the server's NIC; `None` if unknown: all cores then count as one.
@@ -22,11 +22,11 @@ pub struct PoolServer {
     /// Number of open connections of all services.
     pub open_connections: u32,
     /// Weight of the server. (A server of weight 0 is not eligible.)
-    pub weight: Weight,
+    pub weight: ServerWeight,
     /// Fraction of its share that the server gets during slow start, above 0; otherwise 1.
     pub slow_start_fraction: f64,
     /// Capacity configured by the operator; `None` if the number of cores counts.
-    pub capacity: Option<Capacity>,
+    pub capacity: Option<ServerCapacity>,
     /// Rates of the traffic from load balancers; `None` if it was not counted yet.
     pub traffic: Option<TrafficRates>,
     /// Whether the loads are newer than the service's previous table. Older loads lack connections assigned since, and
@@ -38,14 +38,14 @@ pub struct PoolServer {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TrafficRates {
     /// Number of packets per second.
-    pub packets: f64,
+    pub packets_per_second: f64,
     /// Number of frame bytes per second.
     pub bytes: f64,
 }
 
 /// Maximum ratio of a server's reported number of cores to the pool's median. Cores above it do not count, unless the
 /// server's capacity is configured.
-pub const MAX_CORES_OVER_MEDIAN: u32 = 8;
+pub const MAX_CORE_COUNT_TO_MEDIAN_RATIO: u32 = 8;
 
 /// Servers of one service, as of the time of a table.
 #[derive(Debug, Clone)]
@@ -57,15 +57,15 @@ pub struct Pool {
     pub(super) counts_requests: bool,
     pub(super) is_new_interval: bool,
     /// Index in `servers` by server id; empty until the first look-up.
-    positions: Vec<Option<u16>>,
+    position_by_id: Vec<Option<u16>>,
     /// Whether no server has loads from the summaries of several racks. Then a rack's next summary replaces the loads.
-    in_one_rack: bool,
-    totals: OnceLock<Totals>,
+    is_each_server_in_one_rack: bool,
+    totals: OnceLock<PoolTotals>,
 }
 
 /// Sums over all servers of the pool, computed once per table.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Totals {
+pub(super) struct PoolTotals {
     neutral_load: f64,
     has_loads: bool,
     /// Whether all eligible servers are of the same class.
@@ -87,8 +87,8 @@ impl Pool {
             opened_connections: None,
             counts_requests: false,
             is_new_interval: true,
-            positions: Vec::new(),
-            in_one_rack: true,
+            position_by_id: Vec::new(),
+            is_each_server_in_one_rack: true,
             totals: OnceLock::new(),
         }
     }
@@ -110,15 +110,15 @@ impl Pool {
     /// Replaces a server, except its loads from racks. A server that is not in the pool is ignored.
     pub fn replace_server(&mut self, server: PoolServer) {
         let Some(known) = self.position(server.id).map(|position| &mut self.servers[position]) else { return };
-        let relayed = match (&server.loads, &known.loads) {
+        let rack_loads = match (&server.loads, &known.loads) {
             (None, Some(loads)) if !matches!(loads, ServerLoads::Local(_)) => known.loads.take(),
             (None, Some(_)) => {
-                self.in_one_rack = false;
+                self.is_each_server_in_one_rack = false;
                 None
             }
             _ => None,
         };
-        *known = PoolServer { loads: server.loads.or(relayed), ..server };
+        *known = PoolServer { loads: server.loads.or(rack_loads), ..server };
         self.totals = OnceLock::new();
     }
 
@@ -130,35 +130,35 @@ impl Pool {
     }
 
     fn position(&mut self, id: ServerId) -> Option<usize> {
-        if self.positions.is_empty()
+        if self.position_by_id.is_empty()
             && let Some(last) = self.servers.last()
         {
-            self.positions.resize(usize::from(last.id.get()) + 1, None);
+            self.position_by_id.resize(usize::from(last.id.get()) + 1, None);
             for (position, server) in (0..).zip(&self.servers) {
-                self.positions[usize::from(server.id.get())] = Some(position);
+                self.position_by_id[usize::from(server.id.get())] = Some(position);
             }
         }
-        self.positions.get(usize::from(id.get())).copied().flatten().map(usize::from)
+        self.position_by_id.get(usize::from(id.get())).copied().flatten().map(usize::from)
     }
 
     /// Returns the pool with loads from racks, for servers of which no other loads are known. If the pool has summaries
     /// already, only new ones are processed.
     pub fn with_rack_summaries(mut self, racks: Vec<Arc<RackSummary>>) -> Self {
-        let before = std::mem::replace(&mut self.racks, racks.clone());
+        let previous_racks = std::mem::replace(&mut self.racks, racks.clone());
         self.totals = OnceLock::new();
-        if self.in_one_rack && before.len() == racks.len() {
-            let changed = || before.iter().zip(&racks).filter(|(before, now)| !Arc::ptr_eq(before, now));
-            changed().for_each(|(before, _)| self.remove_rack_loads(before));
-            changed().for_each(|(_, now)| self.add_summary(now));
-            if self.in_one_rack {
+        if self.is_each_server_in_one_rack && previous_racks.len() == racks.len() {
+            let changed_racks = || previous_racks.iter().zip(&racks).filter(|(before, now)| !Arc::ptr_eq(before, now));
+            changed_racks().for_each(|(before, _)| self.remove_rack_loads(before));
+            changed_racks().for_each(|(_, now)| self.add_rack_loads(now));
+            if self.is_each_server_in_one_rack {
                 return self;
             }
         }
-        self.in_one_rack = true;
+        self.is_each_server_in_one_rack = true;
         for server in &mut self.servers {
             server.loads = server.loads.take().filter(|loads| matches!(loads, ServerLoads::Local(_)));
         }
-        racks.iter().for_each(|rack| self.add_summary(rack));
+        racks.iter().for_each(|rack| self.add_rack_loads(rack));
         self
     }
 
@@ -173,20 +173,20 @@ impl Pool {
     }
 
     /// Adds the loads of a rack's summary. If several summaries contain a server, the first one counts.
-    fn add_summary(&mut self, rack: &RackSummary) {
+    fn add_rack_loads(&mut self, rack: &RackSummary) {
         for reduced in &rack.servers {
             let Some(position) = self.position(reduced.id) else { continue };
             match &mut self.servers[position].loads {
                 loads @ None => *loads = Some(reduced.loads.clone()),
                 Some(ServerLoads::Local(_)) => {}
-                Some(_) => self.in_one_rack = false,
+                Some(_) => self.is_each_server_in_one_rack = false,
             }
         }
     }
 
     /// Returns the racks' candidate lists of servers with RSS key `key`.
     pub(super) fn candidate_lists(&self, key: &RssKey) -> impl Iterator<Item = &CandidateList> {
-        self.racks.iter().flat_map(|rack| &rack.lists).filter(move |list| list.key == *key)
+        self.racks.iter().flat_map(|rack| &rack.candidate_lists).filter(move |list| list.key == *key)
     }
 
     /// Returns the pool with the number of connections opened in the last complete report interval.
@@ -211,30 +211,30 @@ impl Pool {
     }
 
     /// Returns the servers that take new connections, by id.
-    pub fn eligible(&self) -> impl Iterator<Item = &PoolServer> + Clone {
-        self.servers.iter().filter(|server| server.eligible)
+    pub fn eligible_servers(&self) -> impl Iterator<Item = &PoolServer> + Clone {
+        self.servers.iter().filter(|server| server.is_eligible)
     }
 
     /// Returns a pool like this one with `servers` and their loads.
     pub(super) fn with_loads_of(&self, servers: Vec<PoolServer>) -> Self {
-        Self { servers, racks: self.racks.clone(), positions: Vec::new(), totals: OnceLock::new(), ..*self }
+        Self { servers, racks: self.racks.clone(), position_by_id: Vec::new(), totals: OnceLock::new(), ..*self }
     }
 
-    pub(super) fn totals(&self) -> &Totals {
+    pub(super) fn totals(&self) -> &PoolTotals {
         self.totals.get_or_init(|| {
             // Starts at -0, as sums of iterators do.
             let (mut cores, mut sum, mut alike, mut first) = (0u64, -0.0, true, None);
-            for server in self.eligible() {
+            for server in self.eligible_servers() {
                 if let Some(loads) = &server.loads {
                     cores += u64::from(loads.core_count());
                     sum += loads.sum();
                 }
-                let class = server.class();
+                let class = server.server_class();
                 alike &= class == *first.get_or_insert(class);
             }
-            Totals {
+            PoolTotals {
                 neutral_load: if cores == 0 { 0.0 } else { sum / cores as f64 },
-                has_loads: self.eligible().any(|server| server.loads.is_some()),
+                has_loads: self.eligible_servers().any(|server| server.loads.is_some()),
                 is_uniform: alike,
                 has_local_reports: self
                     .servers
@@ -256,48 +256,50 @@ impl Pool {
 
     /// Returns the share of each eligible server in new connections: its weight times its slow-start fraction.
     pub fn shares(&self) -> Vec<(ServerId, f64)> {
-        self.eligible().map(|server| (server.id, f64::from(server.weight.get()) * server.slow_start_fraction)).collect()
+        self.eligible_servers()
+            .map(|server| (server.id, f64::from(server.weight.get()) * server.slow_start_fraction))
+            .collect()
     }
 
     /// Returns the capacity of each eligible server: the operator's value, or the number of cores. The number of cores
-    /// counts up to [`MAX_CORES_OVER_MEDIAN`] times the pool's median, because only the server itself reports it. A
-    /// server without data counts as the mean of the others, and in a pool of such servers as 1.
+    /// counts up to [`MAX_CORE_COUNT_TO_MEDIAN_RATIO`] times the pool's median, because only the server itself reports
+    /// it. A server without data counts as the mean of the others, and in a pool of such servers as 1.
     pub fn capacities(&self) -> Vec<f64> {
-        let mut counts: Vec<u32> = self.eligible().filter_map(PoolServer::core_count).collect();
-        counts.sort_unstable();
-        let median = counts.get(counts.len().saturating_sub(1) / 2).copied().unwrap_or(0);
-        let most = median.saturating_mul(MAX_CORES_OVER_MEDIAN);
-        let of = |server: &PoolServer| {
-            let cores = || server.core_count().map(|cores| f64::from(cores.min(most)));
-            server.capacity.map(Capacity::get).or_else(cores)
+        let mut core_counts: Vec<u32> = self.eligible_servers().filter_map(PoolServer::core_count).collect();
+        core_counts.sort_unstable();
+        let median_core_count = core_counts.get(core_counts.len().saturating_sub(1) / 2).copied().unwrap_or(0);
+        let max_core_count = median_core_count.saturating_mul(MAX_CORE_COUNT_TO_MEDIAN_RATIO);
+        let known_capacity = |server: &PoolServer| {
+            let limited_core_count = || server.core_count().map(|cores| f64::from(cores.min(max_core_count)));
+            server.capacity.map(ServerCapacity::get).or_else(limited_core_count)
         };
-        let known: Vec<f64> = self.eligible().filter_map(of).collect();
-        let mean = crate::statistics::mean(&known).map_or(1.0, f64::round).max(1.0);
-        self.eligible().map(|server| of(server).unwrap_or(mean)).collect()
+        let known_capacities: Vec<f64> = self.eligible_servers().filter_map(known_capacity).collect();
+        let mean_capacity = crate::statistics::mean(&known_capacities).map_or(1.0, f64::round).max(1.0);
+        self.eligible_servers().map(|server| known_capacity(server).unwrap_or(mean_capacity)).collect()
     }
 
     /// Returns the fair share of each eligible server in new connections: by weight and, with `by_capacity`, by
     /// capacity. The shares add up to 1.
     pub fn fair_shares(&self, by_capacity: bool) -> Vec<(ServerId, f64)> {
-        let weights = self.eligible().map(|server| f64::from(server.weight.get()));
-        let parts: Vec<f64> = match by_capacity {
+        let weights = self.eligible_servers().map(|server| f64::from(server.weight.get()));
+        let unscaled_shares: Vec<f64> = match by_capacity {
             true => weights.zip(self.capacities()).map(|(weight, capacity)| weight * capacity).collect(),
             false => weights.collect(),
         };
-        let sum = parts.iter().sum::<f64>().max(f64::MIN_POSITIVE);
-        self.eligible().zip(parts).map(|(server, part)| (server.id, part / sum)).collect()
+        let sum_of_shares = unscaled_shares.iter().sum::<f64>().max(f64::MIN_POSITIVE);
+        self.eligible_servers().zip(unscaled_shares).map(|(server, part)| (server.id, part / sum_of_shares)).collect()
     }
 
     /// Returns whether a server takes part in a bucket. A server in slow start takes part in a fraction of the buckets,
     /// always the same ones.
-    pub fn is_candidate(&self, server: &PoolServer, bucket: u32) -> bool {
-        server.slow_start_fraction >= 1.0 || hash_fraction(bucket, server.id) < server.slow_start_fraction
+    pub fn takes_part_in_bucket(&self, server: &PoolServer, bucket: u32) -> bool {
+        server.slow_start_fraction >= 1.0 || bucket_hash_fraction(bucket, server.id) < server.slow_start_fraction
     }
 
     /// Returns the mean load per connection: the sum of all loads divided by the number of open connections.
     pub fn load_per_connection(&self) -> f64 {
-        let known = self.servers.iter().filter(|server| server.loads.is_some());
-        let connections: u64 = known.map(|server| u64::from(server.open_connections)).sum();
+        let servers_with_loads = self.servers.iter().filter(|server| server.loads.is_some());
+        let connections: u64 = servers_with_loads.map(|server| u64::from(server.open_connections)).sum();
         if connections == 0 { 0.0 } else { self.total_load() / connections as f64 }
     }
 
@@ -308,9 +310,9 @@ impl Pool {
 }
 
 /// Returns a pseudorandom number from 0 to 1 that depends only on bucket and server.
-fn hash_fraction(bucket: u32, server: ServerId) -> f64 {
-    let bits = mix_hash(bucket << 16 | u32::from(server.get())).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    (bits >> 11) as f64 / (1u64 << 53) as f64
+fn bucket_hash_fraction(bucket: u32, server: ServerId) -> f64 {
+    let hash_bits = mix_hash(bucket << 16 | u32::from(server.get())).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    (hash_bits >> 11) as f64 / (1u64 << 53) as f64
 }
 
 impl PoolServer {
@@ -318,11 +320,11 @@ impl PoolServer {
     pub fn new(id: ServerId) -> Self {
         Self {
             id,
-            eligible: true,
+            is_eligible: true,
             loads: None,
             rss: None,
             open_connections: 0,
-            weight: Weight::ONE,
+            weight: ServerWeight::ONE,
             slow_start_fraction: 1.0,
             capacity: None,
             traffic: None,
@@ -333,11 +335,12 @@ impl PoolServer {
     /// Returns the load of the core with index `core`. A core beyond the reported ones has their mean load, or
     /// `neutral` if there are none.
     pub fn core_load(&self, core: u16, neutral: f64) -> f64 {
-        let known = self.loads.as_ref().and_then(ServerLoads::cores).and_then(|loads| loads.get(usize::from(core)));
-        known.copied().unwrap_or_else(|| self.mean_load(neutral))
+        let known_load =
+            self.loads.as_ref().and_then(ServerLoads::cores).and_then(|loads| loads.get(usize::from(core)));
+        known_load.copied().unwrap_or_else(|| self.mean_load(neutral))
     }
 
-    pub(super) fn class(&self) -> ServerClass {
+    pub(super) fn server_class(&self) -> ServerClass {
         // The speed of one core: the operator's capacity divided by the number of cores.
         let speed = self.capacity.and_then(|capacity| Some(capacity.get() / f64::from(self.core_count()?.max(1))));
         ServerClass { weight: self.weight, speed: speed.unwrap_or(1.0) }
@@ -345,9 +348,10 @@ impl PoolServer {
 
     /// Returns the number of cores by the server's reports or its NIC's table; `None` if both are unknown.
     pub fn core_count(&self) -> Option<u32> {
-        let by_table = |rss: &RssConfig| rss.indirection_table.queues().iter().max().map(|last| u32::from(*last) + 1);
-        let reported = self.loads.as_ref().map(ServerLoads::core_count);
-        reported.or_else(|| self.rss.as_ref().and_then(by_table))
+        let core_count_by_table =
+            |rss: &RssConfig| rss.indirection_table.queues().iter().max().map(|last| u32::from(*last) + 1);
+        let reported_core_count = self.loads.as_ref().map(ServerLoads::core_count);
+        reported_core_count.or_else(|| self.rss.as_ref().and_then(core_count_by_table))
     }
 
     /// Returns the mean load of all cores; `neutral` if it is unknown.
@@ -363,29 +367,29 @@ mod tests {
     use super::*;
 
     #[test]
-    fn joining_server_is_in_a_growing_share_of_buckets() {
+    fn server_in_slow_start_takes_part_in_a_growing_fraction_of_buckets() {
         let mut server = PoolServer::new(ServerId::try_from(77).unwrap());
         let pool = Pool::new(vec![server.clone()], 1);
-        let mut before: Vec<u32> = Vec::new();
+        let mut previous_buckets: Vec<u32> = Vec::new();
         for ramp in [0.1, 0.5, 0.9, 1.0] {
             server.slow_start_fraction = ramp;
-            let buckets: Vec<u32> = (0..2048).filter(|bucket| pool.is_candidate(&server, *bucket)).collect();
+            let buckets: Vec<u32> = (0..2048).filter(|bucket| pool.takes_part_in_bucket(&server, *bucket)).collect();
             assert!((buckets.len() as f64 / 2048.0 - ramp).abs() < 0.03, "{ramp}: {}", buckets.len());
-            assert!(before.iter().all(|bucket| buckets.contains(bucket)));
-            before = buckets;
+            assert!(previous_buckets.iter().all(|bucket| buckets.contains(bucket)));
+            previous_buckets = buckets;
         }
     }
 
     #[test]
-    fn capacity_is_configured_or_counted_or_the_mean() {
+    fn capacity_is_configured_or_the_core_count_or_the_mean() {
         let server = |id: u64, capacity: Option<f64>, cores: usize| PoolServer {
-            capacity: capacity.map(|capacity| Capacity::new(capacity).unwrap()),
+            capacity: capacity.map(|capacity| ServerCapacity::new(capacity).unwrap()),
             loads: (cores > 0).then(|| vec![0.0; cores].into()),
             ..PoolServer::new(ServerId::try_from(id).unwrap())
         };
-        let pool = |servers: &[PoolServer]| Pool::new(servers.to_vec(), 1).capacities();
-        assert_eq!(pool(&[server(1, Some(2.5), 8), server(2, None, 4), server(3, None, 0)]), [2.5, 4.0, 3.0]);
-        assert_eq!(pool(&[server(1, None, 0)]), [1.0]);
+        let capacities_of = |servers: &[PoolServer]| Pool::new(servers.to_vec(), 1).capacities();
+        assert_eq!(capacities_of(&[server(1, Some(2.5), 8), server(2, None, 4), server(3, None, 0)]), [2.5, 4.0, 3.0]);
+        assert_eq!(capacities_of(&[server(1, None, 0)]), [1.0]);
     }
 
     prop_compose! {
@@ -403,25 +407,29 @@ mod tests {
         ServerId::try_from(number * 7).unwrap()
     }
 
-    fn summary(servers: &[(u64, u32)]) -> Arc<RackSummary> {
+    fn rack_summary(servers: &[(u64, u32)]) -> Arc<RackSummary> {
         let mut servers = servers.to_vec();
         servers.sort_unstable();
         servers.dedup_by_key(|(server, _)| *server);
-        let of = |(server, tenths): &(u64, u32)| {
+        let reduced_server = |(server, tenths): &(u64, u32)| {
             let loads = match tenths {
                 1 => ServerLoads::Relayed(vec![0.5; 2].into()),
                 _ => ServerLoads::Aggregated { sum: f64::from(*tenths) / 10.0, core_count: 3 },
             };
-            crate::policy::ReducedServer { id: id(*server), loads }
+            crate::policy::SummarizedServer { id: id(*server), loads }
         };
-        Arc::new(RackSummary { servers: servers.iter().map(of).collect(), spreads: Vec::new(), lists: Vec::new() })
+        Arc::new(RackSummary {
+            servers: servers.iter().map(reduced_server).collect(),
+            histograms_by_class: Vec::new(),
+            candidate_lists: Vec::new(),
+        })
     }
 
     proptest! {
         #[test]
-        fn refreshed_pool_equals_a_new_one(steps in prop::collection::vec(step(), 1..10)) {
+        fn updated_pool_equals_a_new_pool(steps in prop::collection::vec(step(), 1..10)) {
             let mut servers: Vec<PoolServer> = (0..10).map(|n| PoolServer::new(id(n))).collect();
-            let mut racks: Vec<Arc<RackSummary>> = (0..6).map(|_| summary(&[])).collect();
+            let mut racks: Vec<Arc<RackSummary>> = (0..6).map(|_| rack_summary(&[])).collect();
             let mut pool = Pool::new(servers.clone(), 1);
             for (here, relayed, count) in steps {
                 for (server, tenths) in here {
@@ -430,16 +438,16 @@ mod tests {
                     pool.replace_server(servers[server].clone());
                 }
                 for (rack, of_rack) in relayed {
-                    racks[rack] = summary(&of_rack);
+                    racks[rack] = rack_summary(&of_rack);
                 }
                 pool = pool.for_next_table(3).with_opened_connections(4).with_rack_summaries(racks[..count].to_vec());
-                let anew = Pool::new(servers.clone(), 3);
-                let anew = anew.with_opened_connections(4).with_rack_summaries(racks[..count].to_vec());
-                prop_assert_eq!(pool.servers(), anew.servers());
-                prop_assert_eq!(pool.neutral_load(), anew.neutral_load());
-                prop_assert_eq!(pool.has_loads(), anew.has_loads());
-                prop_assert_eq!(pool.load_balancer_count, anew.load_balancer_count);
-                prop_assert_eq!(pool.opened_connections, anew.opened_connections);
+                let new_pool = Pool::new(servers.clone(), 3);
+                let new_pool = new_pool.with_opened_connections(4).with_rack_summaries(racks[..count].to_vec());
+                prop_assert_eq!(pool.servers(), new_pool.servers());
+                prop_assert_eq!(pool.neutral_load(), new_pool.neutral_load());
+                prop_assert_eq!(pool.has_loads(), new_pool.has_loads());
+                prop_assert_eq!(pool.load_balancer_count, new_pool.load_balancer_count);
+                prop_assert_eq!(pool.opened_connections, new_pool.opened_connections);
             }
         }
     }

@@ -15,8 +15,8 @@
 
 use std::collections::BTreeMap;
 
-use super::bucket_loads::reached_core;
-use super::groups::LeastCores;
+use super::bucket_loads::reached_core_and_load;
+use super::groups::LeastCoreList;
 use super::loads::{HistogramBins, LoadHistogram, ServerClass, ServerLoads};
 use super::{Policy, Pool, PoolServer};
 use crate::ServerId;
@@ -30,16 +30,16 @@ pub const MAX_CANDIDATES: u8 = coreward_intf::MAX_CANDIDATES as u8;
 #[derive(Debug, Clone, PartialEq)]
 pub struct RackSummary {
     /// Servers of the rack with known loads, by id.
-    pub servers: Vec<ReducedServer>,
+    pub servers: Vec<SummarizedServer>,
     /// Load histogram of the eligible aggregated servers of each class.
-    pub spreads: Vec<(ServerClass, HistogramBins)>,
+    pub histograms_by_class: Vec<(ServerClass, HistogramBins)>,
     /// Least loaded cores of the eligible aggregated servers: one list for each RSS key and class.
-    pub lists: Vec<CandidateList>,
+    pub candidate_lists: Vec<CandidateList>,
 }
 
 /// A server in a rack's summary, with its reduced loads.
 #[derive(Debug, Clone, PartialEq)]
-pub struct ReducedServer {
+pub struct SummarizedServer {
     /// Id of the server.
     pub id: ServerId,
     /// Loads of the server: [`ServerLoads::Aggregated`], or in slow start [`ServerLoads::Relayed`].
@@ -52,7 +52,7 @@ pub struct CandidateList {
     /// RSS key of the list's servers.
     pub key: RssKey,
     /// Number of candidates of each bucket, at least 1.
-    pub per_bucket: usize,
+    pub candidates_per_bucket: usize,
     /// Candidates by bucket, the least loaded first (ties: lowest id), each with its load.
     pub candidates: Vec<(ServerCore, f64)>,
 }
@@ -60,8 +60,8 @@ pub struct CandidateList {
 impl CandidateList {
     /// Returns the candidates of a bucket; none if the list has fewer buckets.
     pub fn bucket(&self, bucket: u32) -> &[(ServerCore, f64)] {
-        let start = bucket as usize * self.per_bucket;
-        self.candidates.get(start..start + self.per_bucket).unwrap_or_default()
+        let start = bucket as usize * self.candidates_per_bucket;
+        self.candidates.get(start..start + self.candidates_per_bucket).unwrap_or_default()
     }
 }
 
@@ -70,36 +70,39 @@ impl RackSummary {
     /// [`Policy::max_candidates_per_bucket`] lose information. Must be called once per table, because the policy may
     /// smooth loads.
     pub fn of(pool: &Pool, policy: &mut dyn Policy, buckets: BucketCount, most: usize) -> Self {
-        let most = policy.max_candidates_per_bucket(buckets).min(most);
+        let max_per_bucket = policy.max_candidates_per_bucket(buckets).min(most);
         let preprocessed = policy.preprocess(pool);
-        let mut summary = Self { servers: Vec::new(), spreads: Vec::new(), lists: Vec::new() };
-        let mut spreads: BTreeMap<ServerClass, LoadHistogram> = BTreeMap::new();
-        let mut listed: Vec<(&RssKey, ServerClass, Vec<&PoolServer>)> = Vec::new();
+        let mut summary = Self { servers: Vec::new(), histograms_by_class: Vec::new(), candidate_lists: Vec::new() };
+        let mut histogram_by_class: BTreeMap<ServerClass, LoadHistogram> = BTreeMap::new();
+        let mut servers_by_key_and_class: Vec<(&RssKey, ServerClass, Vec<&PoolServer>)> = Vec::new();
         for server in &preprocessed.servers {
             let Some(loads) = &server.loads else { continue };
             let Some(cores) = loads.cores().filter(|cores| !cores.is_empty()) else { continue };
             if server.slow_start_fraction < 1.0 {
-                summary.servers.push(ReducedServer { id: server.id, loads: ServerLoads::Relayed(cores.clone()) });
+                summary.servers.push(SummarizedServer { id: server.id, loads: ServerLoads::Relayed(cores.clone()) });
                 continue;
             }
             let loads = ServerLoads::Aggregated { sum: loads.sum(), core_count: loads.core_count() };
-            summary.servers.push(ReducedServer { id: server.id, loads });
-            if !server.eligible {
+            summary.servers.push(SummarizedServer { id: server.id, loads });
+            if !server.is_eligible {
                 continue;
             }
-            let class = server.class();
-            let spread = spreads.entry(class).or_default();
-            cores.iter().for_each(|load| spread.add(*load));
+            let class = server.server_class();
+            let histogram = histogram_by_class.entry(class).or_default();
+            cores.iter().for_each(|load| histogram.add(*load));
             let Some(rss) = &server.rss else { continue };
-            match listed.iter_mut().find(|(key, of, _)| **key == rss.key && *of == class) {
+            match servers_by_key_and_class.iter_mut().find(|(key, of, _)| **key == rss.key && *of == class) {
                 Some((_, _, servers)) => servers.push(server),
-                None => listed.push((&rss.key, class, vec![server])),
+                None => servers_by_key_and_class.push((&rss.key, class, vec![server])),
             }
         }
-        summary.spreads = spreads.into_iter().map(|(class, spread)| (class, spread.bins().collect())).collect();
-        if most > 0 {
-            let lists = listed.into_iter().map(|(key, _, servers)| build_candidate_list(key, &servers, buckets, most));
-            summary.lists = lists.collect();
+        summary.histograms_by_class =
+            histogram_by_class.into_iter().map(|(class, spread)| (class, spread.bins().collect())).collect();
+        if max_per_bucket > 0 {
+            let lists = servers_by_key_and_class
+                .into_iter()
+                .map(|(key, _, servers)| build_candidate_list(key, &servers, buckets, max_per_bucket));
+            summary.candidate_lists = lists.collect();
         }
         summary
     }
@@ -107,17 +110,17 @@ impl RackSummary {
 
 /// Returns the candidate list of servers with one RSS key and of one class.
 fn build_candidate_list(key: &RssKey, servers: &[&PoolServer], buckets: BucketCount, most: usize) -> CandidateList {
-    let per_bucket = servers.len().min(most);
-    let mut candidates = Vec::with_capacity(per_bucket * buckets.get() as usize);
+    let candidates_per_bucket = servers.len().min(most);
+    let mut candidates = Vec::with_capacity(candidates_per_bucket * buckets.get() as usize);
     for bucket in 0..buckets.get() {
-        let mut least = LeastCores::new(per_bucket);
+        let mut least_cores = LeastCoreList::new(candidates_per_bucket);
         for server in servers {
             let rss = server.rss.as_ref().expect("servers are listed by their key");
             // All loads are known: no neutral value is needed.
-            let (core, load) = reached_core(server, rss, bucket, buckets, 0.0);
-            least.offer(load, load, ServerCore { server: server.id, core });
+            let (core, load) = reached_core_and_load(server, rss, bucket, buckets, 0.0);
+            least_cores.offer(load, load, ServerCore { server: server.id, core });
         }
-        candidates.extend(least.cores().map(|(core, load, _)| (core, load)));
+        candidates.extend(least_cores.cores().map(|(core, load, _)| (core, load)));
     }
-    CandidateList { key: key.clone(), per_bucket, candidates }
+    CandidateList { key: key.clone(), candidates_per_bucket, candidates }
 }

@@ -18,43 +18,43 @@ impl MergedSummaries {
     /// Stores the newest summaries. Returns the indexes of changed summaries with their previous versions; `None` if
     /// all have changed.
     fn update(&mut self, racks: &[Arc<RackSummary>]) -> Option<Vec<(usize, Arc<RackSummary>)>> {
-        let before = std::mem::replace(&mut self.0, racks.to_vec());
-        let same_racks = before.len() == racks.len();
-        let changed = before.into_iter().zip(racks).enumerate();
-        let changed = changed.filter(|(_, (before, now))| !Arc::ptr_eq(before, now));
-        same_racks.then(|| changed.map(|(position, (before, _))| (position, before)).collect())
+        let previous_racks = std::mem::replace(&mut self.0, racks.to_vec());
+        let is_same_rack_count = previous_racks.len() == racks.len();
+        let indexed_pairs = previous_racks.into_iter().zip(racks).enumerate();
+        let changed_pairs = indexed_pairs.filter(|(_, (before, now))| !Arc::ptr_eq(before, now));
+        is_same_rack_count.then(|| changed_pairs.map(|(position, (before, _))| (position, before)).collect())
     }
 }
 
 #[derive(Debug, Default)]
-pub struct RelayedHistograms {
+pub struct RackHistograms {
     merged: MergedSummaries,
     by_class: BTreeMap<ServerClass, LoadHistogram>,
 }
 
-impl RelayedHistograms {
+impl RackHistograms {
     /// Merges these summaries, and returns the load histogram of each class.
     pub fn update(&mut self, racks: &[Arc<RackSummary>]) -> &BTreeMap<ServerClass, LoadHistogram> {
         match self.merged.update(racks) {
             Some(changed) => {
                 for (position, before) in changed {
-                    for (class, spread) in &before.spreads {
-                        self.by_class.entry(*class).or_default().remove_all(spread.iter().copied());
+                    for (class, spread) in &before.histograms_by_class {
+                        self.by_class.entry(*class).or_default().remove_bins(spread.iter().copied());
                     }
-                    self.add(&racks[position]);
+                    self.add_rack(&racks[position]);
                 }
             }
             None => {
                 self.by_class.clear();
-                racks.iter().for_each(|rack| self.add(rack));
+                racks.iter().for_each(|rack| self.add_rack(rack));
             }
         }
         &self.by_class
     }
 
-    fn add(&mut self, rack: &RackSummary) {
-        for (class, spread) in &rack.spreads {
-            self.by_class.entry(*class).or_default().add_all(spread.iter().copied());
+    fn add_rack(&mut self, rack: &RackSummary) {
+        for (class, spread) in &rack.histograms_by_class {
+            self.by_class.entry(*class).or_default().add_bins(spread.iter().copied());
         }
     }
 }
@@ -63,41 +63,45 @@ impl RelayedHistograms {
 #[derive(Debug, Default)]
 pub struct RackAggregate {
     merged: MergedSummaries,
-    key: Option<RssKey>,
-    count: usize,
+    rss_key: Option<RssKey>,
+    total_core_count: usize,
     /// Least loaded cores by bucket.
-    least: Vec<LeastLoadedCores>,
+    least_cores_by_bucket: Vec<LeastLoadedCores>,
 }
 
 impl RackAggregate {
     /// Updates the least loaded cores to these summaries. `most` is the number of cores needed for each bucket.
     pub fn update(&mut self, racks: &[Arc<RackSummary>], key: &RssKey, buckets: BucketCount, most: usize) {
-        let same = self.key.as_ref() == Some(key) && self.least.len() == buckets.get() as usize;
+        let is_same_group =
+            self.rss_key.as_ref() == Some(key) && self.least_cores_by_bucket.len() == buckets.get() as usize;
         match self.merged.update(racks) {
-            Some(changed) if same => {
-                changed.into_iter().for_each(|(position, _)| self.replace(position, &racks[position]))
+            Some(changed) if is_same_group => {
+                changed.into_iter().for_each(|(position, _)| self.replace_rack(position, &racks[position]))
             }
             _ => {
-                self.key = Some(key.clone());
-                self.least.clear();
-                self.least.resize(buckets.get() as usize, LeastLoadedCores::default());
+                self.rss_key = Some(key.clone());
+                self.least_cores_by_bucket.clear();
+                self.least_cores_by_bucket.resize(buckets.get() as usize, LeastLoadedCores::default());
             }
         }
-        self.count = racks.iter().flat_map(|rack| lists(rack, key)).map(|list| list.per_bucket).sum();
-        let limit = most.min(self.count);
-        for (bucket, least) in (0..).zip(&mut self.least).filter(|(_, least)| least.ranked_cores().len() < limit) {
-            let lists = racks
+        self.total_core_count =
+            racks.iter().flat_map(|rack| lists_of_key(rack, key)).map(|list| list.candidates_per_bucket).sum();
+        let needed_count = most.min(self.total_core_count);
+        for (bucket, least) in
+            (0..).zip(&mut self.least_cores_by_bucket).filter(|(_, least)| least.ranked_cores().len() < needed_count)
+        {
+            let lists_by_rack = racks
                 .iter()
                 .enumerate()
-                .flat_map(|(position, rack)| lists(rack, key).map(move |list| (position, list)));
-            least.find(lists.map(|(position, list)| ranked_cores(position, list, bucket)));
+                .flat_map(|(position, rack)| lists_of_key(rack, key).map(move |list| (position, list)));
+            least.find(lists_by_rack.map(|(position, list)| ranked_cores(position, list, bucket)));
         }
     }
 
-    fn replace(&mut self, position: usize, rack: &RackSummary) {
-        let Some(key) = &self.key else { return };
-        let lists: Vec<&CandidateList> = lists(rack, key).collect();
-        for (bucket, least) in (0..).zip(&mut self.least) {
+    fn replace_rack(&mut self, position: usize, rack: &RackSummary) {
+        let Some(key) = &self.rss_key else { return };
+        let lists: Vec<&CandidateList> = lists_of_key(rack, key).collect();
+        for (bucket, least) in (0..).zip(&mut self.least_cores_by_bucket) {
             let Some(bound) = least.remove_source(position as u32) else { continue };
             for list in &lists {
                 for place in ranked_cores(position, list, bucket) {
@@ -110,18 +114,18 @@ impl RackAggregate {
     }
 
     /// Returns the least loaded cores of the bucket: as many as needed, if they exist.
-    pub fn least(&self, bucket: u32) -> &[RankedCore] {
-        self.least.get(bucket as usize).map_or(&[], LeastLoadedCores::ranked_cores)
+    pub fn least_cores(&self, bucket: u32) -> &[RankedCore] {
+        self.least_cores_by_bucket.get(bucket as usize).map_or(&[], LeastLoadedCores::ranked_cores)
     }
 
     /// Returns whether `places` are all cores that exist.
     pub fn is_complete(&self, places: &[RankedCore]) -> bool {
-        places.len() >= self.count
+        places.len() >= self.total_core_count
     }
 }
 
-fn lists<'a>(rack: &'a RackSummary, key: &'a RssKey) -> impl Iterator<Item = &'a CandidateList> {
-    rack.lists.iter().filter(move |list| list.key == *key)
+fn lists_of_key<'a>(rack: &'a RackSummary, key: &'a RssKey) -> impl Iterator<Item = &'a CandidateList> {
+    rack.candidate_lists.iter().filter(move |list| list.key == *key)
 }
 
 fn ranked_cores(position: usize, list: &CandidateList, bucket: u32) -> impl Iterator<Item = RankedCore> {

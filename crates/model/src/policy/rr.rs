@@ -1,23 +1,23 @@
 //! `rr`: new connections go to the servers in turn, each as often as its weight.
 
 use super::wrr_schedule::weighted_turn_table;
-use super::{Policy, Pool, independent_key};
+use super::{Policy, Pool, independent_hash_key};
 use crate::placement::{BucketCount, PlacementTable};
 use crate::rss::RssKey;
 
 pub const NAME: &str = "rr";
 
-pub struct RoundRobin {
-    key: RssKey,
+pub struct RoundRobinPolicy {
+    hash_key: RssKey,
 }
 
-impl RoundRobin {
+impl RoundRobinPolicy {
     pub fn new(seed: u64) -> Self {
-        Self { key: independent_key(seed) }
+        Self { hash_key: independent_hash_key(seed) }
     }
 }
 
-impl Policy for RoundRobin {
+impl Policy for RoundRobinPolicy {
     fn name(&self) -> &'static str {
         NAME
     }
@@ -28,6 +28,6 @@ impl Policy for RoundRobin {
 
     fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
         let shares: Vec<f64> = pool.shares().into_iter().map(|(_, share)| share).collect();
-        weighted_turn_table(pool, buckets, generation, self.key.clone(), &shares)
+        weighted_turn_table(pool, buckets, generation, self.hash_key.clone(), &shares)
     }
 }

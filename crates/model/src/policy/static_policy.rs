@@ -1,7 +1,7 @@
 //! Policies whose table depends on the pool alone: hash, consistent-hash, maglev. They differ in how they share
 //! buckets.
 
-use super::{Policy, Pool, independent_key, table_by_bucket};
+use super::{Policy, Pool, independent_hash_key, table_by_bucket};
 use crate::ServerId;
 use crate::placement::{BucketCount, PlacementTable};
 use crate::rss::RssKey;
@@ -12,12 +12,12 @@ type BucketAssigner = fn(&[(ServerId, f64)], usize) -> Vec<usize>;
 pub struct StaticPolicy {
     name: &'static str,
     assign_buckets: BucketAssigner,
-    key: RssKey,
+    hash_key: RssKey,
 }
 
 impl StaticPolicy {
     pub fn new(name: &'static str, assign_buckets: BucketAssigner, seed: u64) -> Self {
-        Self { name, assign_buckets, key: independent_key(seed) }
+        Self { name, assign_buckets, hash_key: independent_hash_key(seed) }
     }
 }
 
@@ -35,7 +35,7 @@ impl Policy for StaticPolicy {
     }
 
     fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
-        let positions = (self.assign_buckets)(&pool.shares(), buckets.get() as usize);
-        table_by_bucket(pool, buckets, generation, self.key.clone(), &positions)
+        let server_positions = (self.assign_buckets)(&pool.shares(), buckets.get() as usize);
+        table_by_bucket(pool, buckets, generation, self.hash_key.clone(), &server_positions)
     }
 }

@@ -2,23 +2,23 @@
 
 /// Weight of a server: its share of new connections relative to the weights of other servers, 0 (none) to 100.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Weight(u8);
+pub struct ServerWeight(u8);
 
-/// Error: a weight above [`Weight::MAX`].
+/// Error: a weight above [`ServerWeight::MAX`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("weight {0}: expected 0 (no new connections) to {max}", max = Weight::MAX)]
-pub struct WeightError(pub u64);
+#[error("weight {0}: expected 0 (no new connections) to {max}", max = ServerWeight::MAX)]
+pub struct ServerWeightOutOfRange(pub u64);
 
-impl Weight {
+impl ServerWeight {
     /// Maximum weight. For a larger ratio, other servers must have smaller weights.
     pub const MAX: u8 = 100;
 
     /// Default weight of a server.
-    pub const ONE: Weight = Weight(1);
+    pub const ONE: ServerWeight = ServerWeight(1);
 
     /// Returns the weight `weight`. Fails when it is above 100.
-    pub fn new(weight: u64) -> Result<Self, WeightError> {
-        u8::try_from(weight).ok().filter(|weight| *weight <= Self::MAX).map(Self).ok_or(WeightError(weight))
+    pub fn new(weight: u64) -> Result<Self, ServerWeightOutOfRange> {
+        u8::try_from(weight).ok().filter(|weight| *weight <= Self::MAX).map(Self).ok_or(ServerWeightOutOfRange(weight))
     }
 
     /// Returns the weight as a number.
@@ -27,7 +27,7 @@ impl Weight {
     }
 }
 
-impl Default for Weight {
+impl Default for ServerWeight {
     fn default() -> Self {
         Self::ONE
     }
@@ -35,17 +35,17 @@ impl Default for Weight {
 
 /// Capacity of a server, in cores of usual speed: above 0, at most a million.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Capacity(f64);
+pub struct ServerCapacity(f64);
 
 /// Error: a capacity that is not above 0, or above a million.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[error("capacity {0}: expected a number above 0, at most 1000000: cores of the usual speed")]
-pub struct CapacityError(pub f64);
+pub struct ServerCapacityOutOfRange(pub f64);
 
-impl Capacity {
+impl ServerCapacity {
     /// Returns the capacity `capacity`. Fails when it is not above 0, or above a million.
-    pub fn new(capacity: f64) -> Result<Self, CapacityError> {
-        if capacity > 0.0 && capacity <= 1e6 { Ok(Self(capacity)) } else { Err(CapacityError(capacity)) }
+    pub fn new(capacity: f64) -> Result<Self, ServerCapacityOutOfRange> {
+        if capacity > 0.0 && capacity <= 1e6 { Ok(Self(capacity)) } else { Err(ServerCapacityOutOfRange(capacity)) }
     }
 
     /// Returns the capacity as a number of cores of usual speed.
@@ -59,13 +59,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn weight_out_of_range_is_rejected() {
-        assert_eq!(Weight::new(100).unwrap().get(), 100);
-        assert_eq!(Weight::new(101).unwrap_err().to_string(), "weight 101: expected 0 (no new connections) to 100");
-        assert_eq!(Weight::new(357).unwrap_err(), WeightError(357));
-        assert_eq!(Capacity::new(0.5).unwrap().get(), 0.5);
+    fn weight_and_capacity_out_of_range_are_rejected() {
+        assert_eq!(ServerWeight::new(100).unwrap().get(), 100);
+        assert_eq!(
+            ServerWeight::new(101).unwrap_err().to_string(),
+            "weight 101: expected 0 (no new connections) to 100"
+        );
+        assert_eq!(ServerWeight::new(357).unwrap_err(), ServerWeightOutOfRange(357));
+        assert_eq!(ServerCapacity::new(0.5).unwrap().get(), 0.5);
         for wrong in [0.0, -1.0, f64::NAN, f64::INFINITY] {
-            assert!(Capacity::new(wrong).unwrap_err().to_string().starts_with(&format!("capacity {wrong}: expected")));
+            assert!(
+                ServerCapacity::new(wrong).unwrap_err().to_string().starts_with(&format!("capacity {wrong}: expected"))
+            );
         }
     }
 }

@@ -2,23 +2,23 @@
 //! cores).
 
 use super::wrr_schedule::weighted_turn_table;
-use super::{Policy, Pool, independent_key};
+use super::{Policy, Pool, independent_hash_key};
 use crate::placement::{BucketCount, PlacementTable};
 use crate::rss::RssKey;
 
 pub const NAME: &str = "wrr";
 
-pub struct WeightedRoundRobin {
-    key: RssKey,
+pub struct WeightedRoundRobinPolicy {
+    hash_key: RssKey,
 }
 
-impl WeightedRoundRobin {
+impl WeightedRoundRobinPolicy {
     pub fn new(seed: u64) -> Self {
-        Self { key: independent_key(seed) }
+        Self { hash_key: independent_hash_key(seed) }
     }
 }
 
-impl Policy for WeightedRoundRobin {
+impl Policy for WeightedRoundRobinPolicy {
     fn name(&self) -> &'static str {
         NAME
     }
@@ -32,22 +32,22 @@ impl Policy for WeightedRoundRobin {
     }
 
     fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
-        weighted_turn_table(pool, buckets, generation, self.key.clone(), &shares(pool))
+        weighted_turn_table(pool, buckets, generation, self.hash_key.clone(), &shares_by_capacity(pool))
     }
 }
 
-fn shares(pool: &Pool) -> Vec<f64> {
+fn shares_by_capacity(pool: &Pool) -> Vec<f64> {
     pool.shares().into_iter().zip(pool.capacities()).map(|((_, share), capacity)| share * capacity).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::{Capacity, PoolServer, ServerLoads, Weight};
+    use crate::policy::{PoolServer, ServerCapacity, ServerLoads, ServerWeight};
     use crate::rss::{IndirectionTable, RssConfig};
 
     #[test]
-    fn cores_are_known_by_load_or_by_table() {
+    fn core_count_is_known_by_reported_loads_or_by_the_indirection_table() {
         let server = |id: u64, loads: Option<Vec<f64>>, cores: Option<u16>| PoolServer {
             loads: loads.map(ServerLoads::from),
             rss: cores.map(|cores| RssConfig {
@@ -56,26 +56,33 @@ mod tests {
             }),
             ..PoolServer::new(id.try_into().unwrap())
         };
-        let by_load = server(1, Some(vec![0.5; 8]), Some(4));
-        let pool = Pool::new(vec![by_load.clone(), server(2, None, Some(4)), server(3, None, None)], 1);
-        assert_eq!(shares(&pool), [8.0, 4.0, 6.0]);
-        assert_eq!(shares(&Pool::new(vec![server(3, None, None)], 1)), [1.0]);
-        let reported = PoolServer {
-            weight: Weight::new(3).unwrap(),
-            capacity: Some(Capacity::new(2.5).unwrap()),
+        let server_with_loads = server(1, Some(vec![0.5; 8]), Some(4));
+        let pool = Pool::new(vec![server_with_loads.clone(), server(2, None, Some(4)), server(3, None, None)], 1);
+        assert_eq!(shares_by_capacity(&pool), [8.0, 4.0, 6.0]);
+        assert_eq!(shares_by_capacity(&Pool::new(vec![server(3, None, None)], 1)), [1.0]);
+        let configured_server = PoolServer {
+            weight: ServerWeight::new(3).unwrap(),
+            capacity: Some(ServerCapacity::new(2.5).unwrap()),
             slow_start_fraction: 0.5,
-            ..by_load.clone()
+            ..server_with_loads.clone()
         };
-        assert_eq!(shares(&Pool::new(vec![reported], 1)), [3.75]);
+        assert_eq!(shares_by_capacity(&Pool::new(vec![configured_server], 1)), [3.75]);
 
         // Only the server itself reports its number of cores.
-        let lying = server(4, Some(vec![0.0; 4096]), None);
-        let pool =
-            Pool::new(vec![server(1, None, Some(4)), server(2, None, Some(4)), server(3, None, Some(4)), lying], 1);
-        assert_eq!(shares(&pool), [4.0, 4.0, 4.0, 32.0]);
+        let server_with_false_report = server(4, Some(vec![0.0; 4096]), None);
+        let pool = Pool::new(
+            vec![
+                server(1, None, Some(4)),
+                server(2, None, Some(4)),
+                server(3, None, Some(4)),
+                server_with_false_report,
+            ],
+            1,
+        );
+        assert_eq!(shares_by_capacity(&pool), [4.0, 4.0, 4.0, 32.0]);
 
-        let pool = Pool::new(vec![by_load, server(2, None, Some(4))], 1);
-        let table = WeightedRoundRobin::new(1).compute_table(&pool, BucketCount::PUBLISHED, 1);
+        let pool = Pool::new(vec![server_with_loads, server(2, None, Some(4))], 1);
+        let table = WeightedRoundRobinPolicy::new(1).compute_table(&pool, BucketCount::PUBLISHED, 1);
         assert_eq!(table.members.iter().map(|member| member.server.get()).collect::<Vec<_>>(), [1, 2, 1]);
     }
 }

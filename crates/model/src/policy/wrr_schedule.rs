@@ -5,7 +5,7 @@ use std::collections::BinaryHeap;
 
 use coreward_intf as intf;
 
-use super::{Pool, base_table};
+use super::{Pool, table_without_candidates};
 use crate::placement::{BucketCount, PlacementRule, PlacementTable};
 use crate::rss::RssKey;
 
@@ -17,7 +17,7 @@ pub fn weighted_turn_table(
     key: RssKey,
     shares: &[f64],
 ) -> PlacementTable {
-    let mut table = base_table(pool, PlacementRule::RoundRobin, buckets, generation, key);
+    let mut table = table_without_candidates(pool, PlacementRule::RoundRobin, buckets, generation, key);
     table.members = turns(shares).into_iter().map(|position| table.members[position]).collect();
     table
 }
@@ -27,23 +27,23 @@ const TURNS_PER_SHARE: f64 = 64.0;
 
 /// Returns positions in `shares`, each as often as its share requires, and evenly spread.
 pub fn turns(shares: &[f64]) -> Vec<usize> {
-    let whole = shares.iter().all(|share| share.fract() == 0.0);
-    let scale = if whole { 1.0 } else { TURNS_PER_SHARE };
-    let weights: Vec<u32> = shares.iter().map(|share| ((share * scale).round() as u32).max(1)).collect();
-    interleaved(&scale_to_fit(&weights))
+    let are_whole_numbers = shares.iter().all(|share| share.fract() == 0.0);
+    let turns_per_share = if are_whole_numbers { 1.0 } else { TURNS_PER_SHARE };
+    let weights: Vec<u32> = shares.iter().map(|share| ((share * turns_per_share).round() as u32).max(1)).collect();
+    interleaved_positions(&scale_weights_to_fit(&weights))
 }
 
 /// Returns the weights in lowest terms, scaled down (at least to 1) if the turns would not fit the data plane.
-fn scale_to_fit(weights: &[u32]) -> Vec<u32> {
+fn scale_weights_to_fit(weights: &[u32]) -> Vec<u32> {
     let divisor = weights.iter().copied().fold(0, greatest_common_divisor).max(1);
-    let total: u64 = weights.iter().map(|weight| u64::from(weight / divisor)).sum();
-    let most = u64::from(intf::MAX_MEMBERS);
-    if total <= most {
+    let total_turns: u64 = weights.iter().map(|weight| u64::from(weight / divisor)).sum();
+    let max_turns = u64::from(intf::MAX_MEMBERS);
+    if total_turns <= max_turns {
         return weights.iter().map(|weight| weight / divisor).collect();
     }
     // One turn is reserved for each server that scaling would leave without any.
-    let shared = most - (weights.len() as u64).min(most);
-    weights.iter().map(|weight| 1 + (u64::from(weight / divisor) * shared / total) as u32).collect()
+    let turns_to_share = max_turns - (weights.len() as u64).min(max_turns);
+    weights.iter().map(|weight| 1 + (u64::from(weight / divisor) * turns_to_share / total_turns) as u32).collect()
 }
 
 fn greatest_common_divisor(a: u32, b: u32) -> u32 {
@@ -56,35 +56,37 @@ fn greatest_common_divisor(a: u32, b: u32) -> u32 {
 ///
 /// Turn k (from 0) of a server of share r keeps the bound from (k + d) / r turns on, up to (k + 1 - d) / r. Of the
 /// servers that may have a turn, the one with the nearest end is taken: such a schedule exists, so this rule finds it.
-fn interleaved(weights: &[u32]) -> Vec<usize> {
+fn interleaved_positions(weights: &[u32]) -> Vec<usize> {
     if weights.len() == 1 {
         return vec![0; weights[0] as usize];
     }
-    let total: u64 = weights.iter().copied().map(u64::from).sum();
+    let total_turns: u64 = weights.iter().copied().map(u64::from).sum();
     // 1 / d, and the time of `parts` d of a turn of `position`, in turns of the whole list: at most 2^14 * 2^15 * 2^14.
     let parts_of_turn = (2 * weights.len() as u64).saturating_sub(2);
-    let time = |position: usize, parts: u64| (parts * total, u64::from(weights[position]) * parts_of_turn);
-    let earliest = |position: usize, turn: u64| {
-        let (dividend, divisor) = time(position, turn * parts_of_turn + 1);
+    let turn_fraction =
+        |position: usize, parts: u64| (parts * total_turns, u64::from(weights[position]) * parts_of_turn);
+    let earliest_turn = |position: usize, turn: u64| {
+        let (dividend, divisor) = turn_fraction(position, turn * parts_of_turn + 1);
         dividend.div_ceil(divisor)
     };
-    let latest = |position: usize, turn: u64| {
-        let (dividend, divisor) = time(position, (turn + 1) * parts_of_turn - 1);
+    let latest_turn = |position: usize, turn: u64| {
+        let (dividend, divisor) = turn_fraction(position, (turn + 1) * parts_of_turn - 1);
         dividend / divisor
     };
 
-    let mut waiting: BinaryHeap<_> =
-        (0..weights.len()).map(|position| Reverse((earliest(position, 0), position, 0))).collect();
-    let mut due = BinaryHeap::new();
-    let mut turns = Vec::with_capacity(total as usize);
-    for now in 1..=total {
-        while waiting.peek().is_some_and(|Reverse((earliest, ..))| *earliest <= now) {
-            let Reverse((_, position, turn)) = waiting.pop().expect("just seen");
-            due.push(Reverse((latest(position, turn), position, turn)));
+    let mut turns_by_earliest: BinaryHeap<_> =
+        (0..weights.len()).map(|position| Reverse((earliest_turn(position, 0), position, 0))).collect();
+    let mut turns_by_latest = BinaryHeap::new();
+    let mut turns = Vec::with_capacity(total_turns as usize);
+    for now in 1..=total_turns {
+        while turns_by_earliest.peek().is_some_and(|Reverse((earliest, ..))| *earliest <= now) {
+            let Reverse((_, position, turn)) = turns_by_earliest.pop().expect("just seen");
+            turns_by_latest.push(Reverse((latest_turn(position, turn), position, turn)));
         }
-        let Reverse((_, position, turn)) = due.pop().expect("someone's turn: the schedule exists, and has no gap");
+        let Reverse((_, position, turn)) =
+            turns_by_latest.pop().expect("someone's turn: the schedule exists, and has no gap");
         turns.push(position);
-        waiting.push(Reverse((earliest(position, turn + 1), position, turn + 1)));
+        turns_by_earliest.push(Reverse((earliest_turn(position, turn + 1), position, turn + 1)));
     }
     turns
 }
@@ -95,31 +97,38 @@ mod tests {
 
     use super::*;
 
-    fn turns(weights: &[u32]) -> Vec<usize> {
+    fn turns_of_weights(weights: &[u32]) -> Vec<usize> {
         let shares: Vec<f64> = weights.iter().copied().map(f64::from).collect();
         super::turns(&shares)
     }
 
     #[test]
-    fn equal_weights_take_plain_turns_and_others_interleave() {
-        assert_eq!(turns(&[10, 10, 10]), [0, 1, 2]);
-        assert_eq!(turns(&[4, 2, 2]), [0, 1, 0, 2]);
-        assert_eq!(turns(&[5, 1, 1]), [0, 0, 1, 0, 0, 2, 0]);
-        assert_eq!(turns(&[3]), [0]);
-        assert_eq!(turns(&[]), Vec::<usize>::new());
+    fn turns_of_equal_weights_alternate_and_of_unequal_weights_interleave() {
+        assert_eq!(turns_of_weights(&[10, 10, 10]), [0, 1, 2]);
+        assert_eq!(turns_of_weights(&[4, 2, 2]), [0, 1, 0, 2]);
+        assert_eq!(turns_of_weights(&[5, 1, 1]), [0, 0, 1, 0, 0, 2, 0]);
+        assert_eq!(turns_of_weights(&[3]), [0]);
+        assert_eq!(turns_of_weights(&[]), Vec::<usize>::new());
         // The third server has half a share.
-        let half = super::turns(&[1.0, 1.0, 0.5]);
-        assert_eq!((half.len(), half.iter().filter(|turn| **turn == 2).count()), (5, 1));
+        let turns_with_half_share = super::turns(&[1.0, 1.0, 0.5]);
+        assert_eq!(
+            (turns_with_half_share.len(), turns_with_half_share.iter().filter(|turn| **turn == 2).count()),
+            (5, 1)
+        );
     }
 
     #[test]
     fn oversized_weights_are_scaled_down() {
         let weights: Vec<u32> = (0..2_000).map(|server| if server < 1_000 { 30 } else { 2 }).collect();
-        let turns = turns(&weights);
-        let of = |server: usize| turns.iter().filter(|turn| **turn == server).count();
-        assert!(turns.len() <= intf::MAX_MEMBERS as usize && turns.len() > 15_000, "{}", turns.len());
+        let scaled_turns = turns_of_weights(&weights);
+        let of = |server: usize| scaled_turns.iter().filter(|turn| **turn == server).count();
+        assert!(
+            scaled_turns.len() <= intf::MAX_MEMBERS as usize && scaled_turns.len() > 15_000,
+            "{}",
+            scaled_turns.len()
+        );
         assert!((14..=15).contains(&of(3)) && of(1_500) == 1, "{} and {}", of(3), of(1_500));
-        assert_eq!(scale_to_fit(&[7; 16_384]), [1; 16_384]);
+        assert_eq!(scale_weights_to_fit(&[7; 16_384]), [1; 16_384]);
     }
 
     proptest! {
@@ -128,12 +137,13 @@ mod tests {
         fn every_window_of_turns_is_fair(
             weights in prop::collection::vec(1u32..40, 1..30), from in 0usize..500, length in 1usize..500
         ) {
-            let turns = turns(&weights);
-            let total = f64::from(weights.iter().sum::<u32>());
+            let turns = turns_of_weights(&weights);
+            let total_weight = f64::from(weights.iter().sum::<u32>());
             for (server, weight) in weights.iter().enumerate() {
-                let had = (from..from + length).filter(|turn| turns[turn % turns.len()] == server).count();
-                let share = length as f64 * f64::from(*weight) / total;
-                prop_assert!((had as f64 - share).abs() < 2.0, "server {server}: {had} of {share}");
+                let turns_in_window = (from..from + length).filter(|turn| turns[turn % turns.len()] == server).count();
+                let fair_share = length as f64 * f64::from(*weight) / total_weight;
+                prop_assert!((turns_in_window as f64 - fair_share).abs() < 2.0, "server {server}: {turns_in_window} \
+                                                                                 of {fair_share}");
             }
         }
     }

@@ -2,7 +2,7 @@
 
 use coreward_intf as intf;
 
-use super::INPUT_BYTES;
+use super::MAX_INPUT_BYTES;
 
 /// Transformation of a packet's addresses and ports before the NIC hashes them (`input_xfrm` of `struct ethtool_rxfh`).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -26,8 +26,8 @@ impl TryFrom<u32> for InputTransform {
     type Error = UnknownInputTransform;
 
     fn try_from(number: u32) -> Result<Self, UnknownInputTransform> {
-        let found = Self::ALL.into_iter().find(|input| u32::from(input.number()) == number);
-        found.ok_or(UnknownInputTransform(number))
+        let input_transform = Self::ALL.into_iter().find(|input| u32::from(input.number()) == number);
+        input_transform.ok_or(UnknownInputTransform(number))
     }
 }
 
@@ -54,7 +54,7 @@ impl InputTransform {
     }
 
     /// Transforms a source byte and the destination byte at the same offset, and returns both.
-    pub(super) fn transform(self, source: u8, destination: u8) -> (u8, u8) {
+    pub(super) fn transform_bytes(self, source: u8, destination: u8) -> (u8, u8) {
         match self {
             Self::None => (source, destination),
             Self::SymmetricXor => (source ^ destination, source ^ destination),
@@ -64,17 +64,17 @@ impl InputTransform {
 
     /// Returns the transformed addresses and ports of IPv4 (12 bytes) or IPv6 (36 bytes). Input of any other length has
     /// only addresses.
-    pub(super) fn apply(self, tuple: &[u8]) -> Vec<u8> {
+    pub(super) fn transform_tuple(self, tuple: &[u8]) -> Vec<u8> {
         let mut tuple = tuple.to_vec();
-        let addresses = match tuple.len() {
-            IPV4_BYTES | INPUT_BYTES => tuple.len() - 4,
+        let address_bytes = match tuple.len() {
+            IPV4_INPUT_BYTES | MAX_INPUT_BYTES => tuple.len() - 4,
             other => other,
         };
-        let (addresses, ports) = tuple.split_at_mut(addresses);
+        let (addresses, ports) = tuple.split_at_mut(address_bytes);
         for pair in [addresses, ports] {
             let (sources, destinations) = pair.split_at_mut(pair.len() / 2);
             for (source, destination) in sources.iter_mut().zip(destinations) {
-                (*source, *destination) = self.transform(*source, *destination);
+                (*source, *destination) = self.transform_bytes(*source, *destination);
             }
         }
         tuple
@@ -82,4 +82,4 @@ impl InputTransform {
 }
 
 /// Number of bytes of the input of IPv4 with ports.
-const IPV4_BYTES: usize = intf::RSS_INPUT_IPV4_BYTES as usize;
+const IPV4_INPUT_BYTES: usize = intf::RSS_INPUT_IPV4_BYTES as usize;

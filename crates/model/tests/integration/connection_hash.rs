@@ -13,9 +13,9 @@ use rand::Rng as _;
 const TUPLE_COUNT: u32 = 1024;
 const KEY_COUNT: u64 = 200;
 /// Number of bits that select a table position: a source's counter, a hint and a flow table set have 12, 14 and 17.
-const PLACE_BITS: u32 = 12;
+const POSITION_BITS: u32 = 12;
 /// Ratio to the number of collisions by chance from which a set is found to have structure.
-const TOLERANCE: f64 = 1.25;
+const MAX_RATIO_TO_CHANCE: f64 = 1.25;
 
 /// Name of a set of clients, and function that returns a client by its number.
 type ClientSet = (&'static str, fn(u32) -> SocketAddr);
@@ -26,7 +26,7 @@ fn client(address: u32, port: u32) -> SocketAddr {
 
 /// Sets of clients that differ where a sender can choose: in the low and high bits of ports and addresses, as counters,
 /// strides and Gray codes, which change one bit at a time.
-const SETS: [ClientSet; 9] = [
+const CLIENT_SETS: [ClientSet; 9] = [
     ("ports in a row", |n| client(0xc000_0201, 1024 + n)),
     ("ports in steps of 64", |n| client(0xc000_0201, n << 6)),
     ("ports by a Gray code", |n| client(0xc000_0201, n ^ n >> 1)),
@@ -39,49 +39,59 @@ const SETS: [ClientSet; 9] = [
 ];
 
 /// Returns how often pairs of the set's tuples share a table position, in multiples of chance, averaged over many keys.
-fn collisions(hash: fn(&CookieKey, SocketAddr) -> u64, set: ClientSet, shift: u32) -> f64 {
+fn collisions_relative_to_chance(hash: fn(&CookieKey, SocketAddr) -> u64, set: ClientSet, shift: u32) -> f64 {
     let mut rng = seeded_rng(171, shift.into());
-    let mut pairs = 0u64;
+    let mut colliding_pairs = 0u64;
     for _ in 0..KEY_COUNT {
         let key = CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
-        let mut places: HashMap<u64, u64> = HashMap::new();
+        let mut tuples_by_position: HashMap<u64, u64> = HashMap::new();
         for n in 0..TUPLE_COUNT {
-            *places.entry(hash(&key, set.1(n)) >> shift & ((1 << PLACE_BITS) - 1)).or_default() += 1;
+            *tuples_by_position.entry(hash(&key, set.1(n)) >> shift & ((1 << POSITION_BITS) - 1)).or_default() += 1;
         }
-        pairs += places.values().map(|count| count * (count - 1) / 2).sum::<u64>();
+        colliding_pairs += tuples_by_position.values().map(|count| count * (count - 1) / 2).sum::<u64>();
     }
-    let all = f64::from(TUPLE_COUNT) * f64::from(TUPLE_COUNT - 1) / 2.0;
-    pairs as f64 / KEY_COUNT as f64 / (all / f64::from(1 << PLACE_BITS))
+    let pair_count = f64::from(TUPLE_COUNT) * f64::from(TUPLE_COUNT - 1) / 2.0;
+    colliding_pairs as f64 / KEY_COUNT as f64 / (pair_count / f64::from(1 << POSITION_BITS))
 }
 
 /// Returns the connection hash: the low half selects table positions, the upper half is the tag.
-fn whole(key: &CookieKey, client: SocketAddr) -> u64 {
+fn connection_hash(key: &CookieKey, client: SocketAddr) -> u64 {
     let hash = ConnectionHash::new(key, 3, client);
     u64::from(hash.tag()) << 32 | u64::from(hash.low_half())
 }
 
 /// Returns a hash by one multiplication, without a fold: positions depend on the low bits of the tuple alone.
-fn too_simple(key: &CookieKey, client: SocketAddr) -> u64 {
+fn one_multiplication_hash(key: &CookieKey, client: SocketAddr) -> u64 {
     let SocketAddr::V4(client) = client else { unreachable!("sets are of IPv4") };
-    let tuple = u64::from(client.port().swap_bytes()) << 32 | u64::from(u32::from(*client.ip()).swap_bytes());
-    (tuple ^ key.k0).wrapping_mul(key.k1 | 1)
+    let tuple_word = u64::from(client.port().swap_bytes()) << 32 | u64::from(u32::from(*client.ip()).swap_bytes());
+    (tuple_word ^ key.k0).wrapping_mul(key.k1 | 1)
 }
 
 #[test]
 fn structured_tuples_collide_no_more_often_than_by_chance() {
     // The lowest bits, the bits of a set of the flow table above them, and both ends of the tag.
     for shift in [0, 5, 32, 52] {
-        for set in SETS {
-            let found = collisions(whole, set, shift);
-            println!("{} at bit {shift}: {found:.2} times chance", set.0);
-            assert!(found < TOLERANCE, "{} at bit {shift}: {found:.2} times chance", set.0);
+        for set in CLIENT_SETS {
+            let collision_ratio = collisions_relative_to_chance(connection_hash, set, shift);
+            println!("{} at bit {shift}: {collision_ratio:.2} times chance", set.0);
+            assert!(
+                collision_ratio < MAX_RATIO_TO_CHANCE,
+                "{} at bit {shift}: {collision_ratio:.2} times chance",
+                set.0
+            );
         }
     }
 }
 
 #[test]
-fn one_multiplication_round_is_too_few() {
-    let most = SETS.map(|set| collisions(too_simple, set, 0)).into_iter().fold(0.0, f64::max);
-    println!("{most:.0} times chance");
-    assert!(most > 100.0, "the sets would not show a hash that is too simple: {most:.2} times chance");
+fn hash_by_one_multiplication_is_found_to_be_too_simple() {
+    let max_collision_ratio = CLIENT_SETS
+        .map(|set| collisions_relative_to_chance(one_multiplication_hash, set, 0))
+        .into_iter()
+        .fold(0.0, f64::max);
+    println!("{max_collision_ratio:.0} times chance");
+    assert!(
+        max_collision_ratio > 100.0,
+        "the sets would not show a hash that is too simple: {max_collision_ratio:.2} times chance"
+    );
 }

@@ -5,23 +5,23 @@ use std::net::Ipv4Addr;
 
 use coreward_model::placement::{BucketCount, PlacementRule, PlacementState, PlacementTable};
 use coreward_model::policy::{
-    Capacity, Policy, Pool, PoolServer, REGISTRY, TelemetryLevel, TrafficRates, Weight, names, policy_by_name,
-    telemetry_level,
+    POLICY_REGISTRY, Policy, Pool, PoolServer, ServerCapacity, ServerWeight, TelemetryLevel, TrafficRates, names,
+    policy_by_name, telemetry_level_of_policy,
 };
 use coreward_model::rss::{IndirectionTable, RssConfig, RssKey, seeded_rng};
 use coreward_model::{FourTuple, ServerId};
 use proptest::prelude::*;
 
-fn id(number: u64) -> ServerId {
+fn server_id(number: u64) -> ServerId {
     ServerId::try_from(number).unwrap()
 }
 
-fn key(seed: u64) -> RssKey {
+fn rss_key_of_seed(seed: u64) -> RssKey {
     RssKey::random(&mut seeded_rng(seed, 99))
 }
 
 /// Returns a server of four cores with a balanced table of 128 entries.
-fn server(number: u64, rss_key: &RssKey, loads: Option<[f64; 4]>) -> PoolServer {
+fn four_core_server(number: u64, rss_key: &RssKey, loads: Option<[f64; 4]>) -> PoolServer {
     PoolServer {
         loads: loads.map(|loads| Vec::from(loads).into()),
         rss: Some(RssConfig {
@@ -29,36 +29,36 @@ fn server(number: u64, rss_key: &RssKey, loads: Option<[f64; 4]>) -> PoolServer 
             indirection_table: IndirectionTable::balanced(number, 128, 4).unwrap(),
         }),
         open_connections: 10,
-        ..PoolServer::new(id(number))
+        ..PoolServer::new(server_id(number))
     }
 }
 
-fn table_of(policy: &mut dyn Policy, pool: &Pool, generation: u32) -> PlacementTable {
+fn compute_published_table(policy: &mut dyn Policy, pool: &Pool, generation: u32) -> PlacementTable {
     policy.compute_table(pool, BucketCount::PUBLISHED, generation.into())
 }
 
-fn tuples(count: u32) -> impl Iterator<Item = FourTuple> {
+fn four_tuples(count: u32) -> impl Iterator<Item = FourTuple> {
     (0..count).map(|n| {
-        let client = Ipv4Addr::from(0x0a01_0007 + n / 500);
-        FourTuple::ipv4((client, (1024 + (n * 7919) % 60_000) as u16), (Ipv4Addr::new(10, 200, 0, 1), 80))
+        let client_address = Ipv4Addr::from(0x0a01_0007 + n / 500);
+        FourTuple::ipv4((client_address, (1024 + (n * 7919) % 60_000) as u16), (Ipv4Addr::new(10, 200, 0, 1), 80))
     })
 }
 
-fn core_of(server: &PoolServer, tuple: &FourTuple) -> u16 {
+fn core_by_rss(server: &PoolServer, tuple: &FourTuple) -> u16 {
     let rss = server.rss.as_ref().unwrap();
-    rss.indirection_table.queue(rss.key.toeplitz(&tuple.bytes()))
+    rss.indirection_table.queue_of_hash(rss.key.toeplitz_hash(&tuple.bytes()))
 }
 
 #[test]
 fn hash_uses_all_cores_of_every_server() {
-    let rss_key = key(1);
-    let pool = Pool::new((1..=4).map(|n| server(n, &rss_key, None)).collect(), 1);
+    let rss_key = rss_key_of_seed(1);
+    let pool = Pool::new((1..=4).map(|n| four_core_server(n, &rss_key, None)).collect(), 1);
     let table = policy_by_name("hash", 5).unwrap().compute_table(&pool, BucketCount::PUBLISHED, 1);
     let mut counts: HashMap<(ServerId, u16), u32> = HashMap::new();
-    for tuple in tuples(16_000) {
-        let chosen = table.choose(&mut PlacementState::default(), &tuple).unwrap();
-        let server = pool.servers().iter().find(|server| server.id == chosen).unwrap();
-        *counts.entry((chosen, core_of(server, &tuple))).or_default() += 1;
+    for tuple in four_tuples(16_000) {
+        let selected_id = table.select_server(&mut PlacementState::default(), &tuple).unwrap();
+        let server = pool.servers().iter().find(|server| server.id == selected_id).unwrap();
+        *counts.entry((selected_id, core_by_rss(server, &tuple))).or_default() += 1;
     }
     assert_eq!(counts.len(), 16);
     // 1,000 are expected on each core. A bucket by the servers' own hash would leave most cores of a server with none.
@@ -66,159 +66,166 @@ fn hash_uses_all_cores_of_every_server() {
 }
 
 #[test]
-fn crossrss_before_the_first_report_stripes_the_buckets() {
-    let rss_key = key(1);
-    let pool = Pool::new([9, 3, 5].map(|n| server(n, &rss_key, None)).to_vec(), 1);
+fn crossrss_assigns_buckets_to_servers_in_turn_before_the_first_report() {
+    let rss_key = rss_key_of_seed(1);
+    let pool = Pool::new([9, 3, 5].map(|n| four_core_server(n, &rss_key, None)).to_vec(), 1);
     for policy in ["crossrss", "crossrss-plus"] {
-        let table = table_of(policy_by_name(policy, 1).unwrap().as_mut(), &pool, 1);
+        let table = compute_published_table(policy_by_name(policy, 1).unwrap().as_mut(), &pool, 1);
         for bucket in 0..128 {
-            assert_eq!(table.candidates_of(0, bucket)[0].server, id([3, 5, 9][bucket as usize % 3]), "bucket {bucket}");
+            assert_eq!(
+                table.candidates_of(0, bucket)[0].server,
+                server_id([3, 5, 9][bucket as usize % 3]),
+                "bucket {bucket}"
+            );
         }
     }
 }
 
 #[test]
-fn crossrss_takes_the_strictly_least_loaded_core_and_the_lowest_id_of_equals() {
-    let rss_key = key(1);
+fn crossrss_selects_the_least_loaded_core_and_the_lowest_id_of_equals() {
+    let rss_key = rss_key_of_seed(1);
     let loads = [[0.5, 0.2, 0.3, 0.4], [0.3, 0.3, 0.3, 0.3], [0.2, 0.2, 0.9, 0.9]];
-    let servers: Vec<_> = (0..3).map(|n| server(n as u64 + 1, &rss_key, Some(loads[n]))).collect();
+    let servers: Vec<_> = (0..3).map(|n| four_core_server(n as u64 + 1, &rss_key, Some(loads[n]))).collect();
     let pool = Pool::new(servers, 1);
-    let table = table_of(policy_by_name("crossrss", 1).unwrap().as_mut(), &pool, 1);
+    let table = compute_published_table(policy_by_name("crossrss", 1).unwrap().as_mut(), &pool, 1);
     assert_eq!(table.rule, PlacementRule::Table);
     for bucket in 0..128 {
         let load = |server: &&PoolServer| {
-            let core = server.rss.as_ref().unwrap().indirection_table.queue(bucket);
+            let core = server.rss.as_ref().unwrap().indirection_table.queue_of_hash(bucket);
             server.core_load(core, f64::NAN)
         };
-        let least = pool.servers().iter().map(|server| load(&server)).fold(f64::INFINITY, f64::min);
-        let expected = pool.servers().iter().find(|server| load(server) == least).unwrap();
+        let least_load = pool.servers().iter().map(|server| load(&server)).fold(f64::INFINITY, f64::min);
+        let expected = pool.servers().iter().find(|server| load(server) == least_load).unwrap();
         assert_eq!(table.candidates_of(0, bucket)[0].server, expected.id, "bucket {bucket}");
     }
 }
 
 #[test]
-fn crossrss_plus_spreads_a_burst_between_reports() {
-    let rss_key = key(1);
-    let servers: Vec<_> = (1..=4).map(|n| server(n, &rss_key, Some([0.5 - n as f64 / 1000.0; 4]))).collect();
+fn crossrss_plus_spreads_a_burst_of_connections_between_reports() {
+    let rss_key = rss_key_of_seed(1);
+    let servers: Vec<_> = (1..=4).map(|n| four_core_server(n, &rss_key, Some([0.5 - n as f64 / 1000.0; 4]))).collect();
     let pool = Pool::new(servers, 1);
-    let largest_share = |policy: &str| {
-        let table = table_of(policy_by_name(policy, 1).unwrap().as_mut(), &pool, 1);
+    let largest_connection_count = |policy: &str| {
+        let table = compute_published_table(policy_by_name(policy, 1).unwrap().as_mut(), &pool, 1);
         let mut state = PlacementState::for_table(&table);
         let mut counts: HashMap<ServerId, u32> = HashMap::new();
-        tuples(400).for_each(|tuple| *counts.entry(table.choose(&mut state, &tuple).unwrap()).or_default() += 1);
+        four_tuples(400)
+            .for_each(|tuple| *counts.entry(table.select_server(&mut state, &tuple).unwrap()).or_default() += 1);
         counts.into_values().max().unwrap()
     };
-    assert_eq!(largest_share("crossrss"), 400);
-    assert!(largest_share("crossrss-plus") <= 110);
+    assert_eq!(largest_connection_count("crossrss"), 400);
+    assert!(largest_connection_count("crossrss-plus") <= 110);
 }
 
 #[test]
-fn crossrss_plus_fills_an_idle_pool_evenly() {
-    let rss_key = key(1);
-    let idle = |n| PoolServer { open_connections: 0, ..server(n, &rss_key, Some([0.0; 4])) };
-    let pool = Pool::new((1..=4).map(idle).collect(), 1);
-    let table = table_of(policy_by_name("crossrss-plus", 1).unwrap().as_mut(), &pool, 1);
+fn crossrss_plus_spreads_connections_evenly_over_an_idle_pool() {
+    let rss_key = rss_key_of_seed(1);
+    let idle_server = |n| PoolServer { open_connections: 0, ..four_core_server(n, &rss_key, Some([0.0; 4])) };
+    let pool = Pool::new((1..=4).map(idle_server).collect(), 1);
+    let table = compute_published_table(policy_by_name("crossrss-plus", 1).unwrap().as_mut(), &pool, 1);
     let mut state = PlacementState::for_table(&table);
     let mut counts: HashMap<ServerId, u32> = HashMap::new();
-    tuples(400).for_each(|tuple| *counts.entry(table.choose(&mut state, &tuple).unwrap()).or_default() += 1);
+    four_tuples(400)
+        .for_each(|tuple| *counts.entry(table.select_server(&mut state, &tuple).unwrap()).or_default() += 1);
     assert!(counts.len() == 4 && counts.values().all(|count| (90..=110).contains(count)), "{counts:?}");
 }
 
 #[test]
-fn crossrss_plus_fills_cores_evenly_before_the_first_report() {
-    let rss_key = key(1);
-    let pool = Pool::new((1..=4).map(|n| server(n, &rss_key, None)).collect(), 1);
-    let table = table_of(policy_by_name("crossrss-plus", 1).unwrap().as_mut(), &pool, 1);
+fn crossrss_plus_spreads_connections_evenly_over_cores_before_the_first_report() {
+    let rss_key = rss_key_of_seed(1);
+    let pool = Pool::new((1..=4).map(|n| four_core_server(n, &rss_key, None)).collect(), 1);
+    let table = compute_published_table(policy_by_name("crossrss-plus", 1).unwrap().as_mut(), &pool, 1);
     let mut state = PlacementState::for_table(&table);
     let mut counts: HashMap<(ServerId, u16), u32> = HashMap::new();
-    for tuple in tuples(1_600) {
-        let chosen = table.choose(&mut state, &tuple).unwrap();
-        let server = pool.servers().iter().find(|server| server.id == chosen).unwrap();
-        *counts.entry((chosen, core_of(server, &tuple))).or_default() += 1;
+    for tuple in four_tuples(1_600) {
+        let selected_id = table.select_server(&mut state, &tuple).unwrap();
+        let server = pool.servers().iter().find(|server| server.id == selected_id).unwrap();
+        *counts.entry((selected_id, core_by_rss(server, &tuple))).or_default() += 1;
     }
     assert!(counts.len() == 16 && counts.values().all(|count| (95..=105).contains(count)), "{counts:?}");
 }
 
 #[test]
-fn connections_of_one_interval_fill_the_deficits() {
-    let rss_key = key(1);
+fn connection_cost_makes_one_interval_fill_one_and_a_half_times_the_deficits() {
+    let rss_key = rss_key_of_seed(1);
     // The mean is 0.5; two cores lack 0.2 and 0.1.
     let loads = [[0.3, 0.5, 0.5, 0.7], [0.5, 0.4, 0.5, 0.6]];
-    let pool = || Pool::new((0..2).map(|n| server(n as u64 + 1, &rss_key, Some(loads[n]))).collect(), 2);
+    let new_pool = || Pool::new((0..2).map(|n| four_core_server(n as u64 + 1, &rss_key, Some(loads[n]))).collect(), 2);
     let mut policy = policy_by_name("crossrss-plus", 1).unwrap();
     // The loads do not change, so newest and recent loads are the same.
-    let mut cost = |opened| {
-        let table = policy.compute_table(&pool().with_opened_connections(opened), BucketCount::PUBLISHED, 1);
+    let mut assignment_cost = |opened| {
+        let table = policy.compute_table(&new_pool().with_opened_connections(opened), BucketCount::PUBLISHED, 1);
         f64::from(table.assignment_cost) / f64::from(coreward_intf::LOAD_ONE)
     };
     // 1.5 x 0.3 over 30 connections; each of the two load balancers gets half of them.
-    assert!((cost(30) - 0.03).abs() < 1e-5);
+    assert!((assignment_cost(30) - 0.03).abs() < 1e-5);
     // The expected number changes slowly: 0.1 x 130 + 0.9 x 30.
-    assert!((cost(130) - 0.0225).abs() < 1e-5);
+    assert!((assignment_cost(130) - 0.0225).abs() < 1e-5);
 }
 
 /// Policies whose tables depend on the number of opened connections request this telemetry from load balancers.
 #[test]
-fn policies_that_use_opened_connections_request_them() {
-    let rss_key = key(1);
+fn policies_that_use_opened_connections_request_this_telemetry() {
+    let rss_key = rss_key_of_seed(1);
     let loads = [[0.3, 0.5, 0.5, 0.7], [0.5, 0.4, 0.5, 0.6]];
-    let pool = Pool::new((0..2).map(|n| server(n as u64 + 1, &rss_key, Some(loads[n]))).collect(), 1);
-    let mut users = Vec::new();
-    for (name, make) in REGISTRY {
-        let table = |opened| {
+    let pool = Pool::new((0..2).map(|n| four_core_server(n as u64 + 1, &rss_key, Some(loads[n]))).collect(), 1);
+    let mut dependent_policies = Vec::new();
+    for (name, make) in POLICY_REGISTRY {
+        let cost_and_candidates = |opened| {
             let table = make(1).compute_table(&pool.clone().with_opened_connections(opened), BucketCount::PUBLISHED, 1);
             (table.assignment_cost, table.candidates)
         };
-        if table(10) != table(1000) {
-            assert_ne!(telemetry_level(name), TelemetryLevel::Nothing, "{name}");
-            users.push(name);
+        if cost_and_candidates(10) != cost_and_candidates(1000) {
+            assert_ne!(telemetry_level_of_policy(name), TelemetryLevel::Nothing, "{name}");
+            dependent_policies.push(name);
         }
     }
-    assert_eq!(users, ["crossrss-plus"]);
+    assert_eq!(dependent_policies, ["crossrss-plus"]);
 }
 
 #[test]
-fn request_cost_is_its_own_load() {
-    let rss_key = key(1);
+fn cost_of_a_request_is_the_mean_load_per_request() {
+    let rss_key = rss_key_of_seed(1);
     let loads = [[0.3, 0.5, 0.5, 0.7], [0.5, 0.4, 0.5, 0.6]];
-    let pool = Pool::new((0..2).map(|n| server(n as u64 + 1, &rss_key, Some(loads[n]))).collect(), 2);
+    let pool = Pool::new((0..2).map(|n| four_core_server(n as u64 + 1, &rss_key, Some(loads[n]))).collect(), 2);
     let pool = pool.with_opened_connections(400).counting_requests();
-    let table = table_of(policy_by_name("crossrss-plus", 1).unwrap().as_mut(), &pool, 1);
+    let table = compute_published_table(policy_by_name("crossrss-plus", 1).unwrap().as_mut(), &pool, 1);
     // All load, 4, over the requests of an interval; each of the two load balancers gets half of them.
-    let cost = f64::from(table.assignment_cost) / f64::from(coreward_intf::LOAD_ONE);
-    assert!((cost - 0.02).abs() < 1e-5, "{cost}");
+    let assignment_cost = f64::from(table.assignment_cost) / f64::from(coreward_intf::LOAD_ONE);
+    assert!((assignment_cost - 0.02).abs() < 1e-5, "{assignment_cost}");
 }
 
 #[test]
-fn servers_beyond_four_rss_groups_count_with_their_mean_load() {
+fn servers_beyond_the_four_largest_rss_groups_count_with_their_mean_load() {
     // Six keys give four groups; the servers of the other two keys count with their mean load. One server's RSS is
     // unknown.
-    let mut servers: Vec<_> = (1..=7).map(|n| server(n, &key(n.min(6)), Some([0.5; 4]))).collect();
-    servers.push(PoolServer { rss: None, ..server(8, &key(1), Some([0.0, 0.0, 0.2, 0.2])) });
+    let mut servers: Vec<_> =
+        (1..=7).map(|n| four_core_server(n, &rss_key_of_seed(n.min(6)), Some([0.5; 4]))).collect();
+    servers.push(PoolServer { rss: None, ..four_core_server(8, &rss_key_of_seed(1), Some([0.0, 0.0, 0.2, 0.2])) });
     let pool = Pool::new(servers, 1);
-    let table = table_of(policy_by_name("crossrss", 1).unwrap().as_mut(), &pool, 1);
+    let table = compute_published_table(policy_by_name("crossrss", 1).unwrap().as_mut(), &pool, 1);
     assert_eq!(table.groups.len(), 4);
-    assert_eq!(table.groups[0], key(6));
-    let chosen: HashSet<_> =
-        tuples(100).map(|tuple| table.choose(&mut PlacementState::default(), &tuple).unwrap()).collect();
-    assert_eq!(chosen, HashSet::from([id(8)]));
+    assert_eq!(table.groups[0], rss_key_of_seed(6));
+    let selected_ids: HashSet<_> =
+        four_tuples(100).map(|tuple| table.select_server(&mut PlacementState::default(), &tuple).unwrap()).collect();
+    assert_eq!(selected_ids, HashSet::from([server_id(8)]));
 }
 
 #[test]
-fn stale_server_is_neutral_and_draining_one_gets_nothing() {
-    let rss_key = key(1);
+fn server_without_loads_is_neutral_and_draining_server_gets_no_connections() {
+    let rss_key = rss_key_of_seed(1);
     let mut servers: Vec<_> =
-        [[0.1; 4], [0.9; 4]].iter().zip(1..).map(|(loads, n)| server(n, &rss_key, Some(*loads))).collect();
-    servers.push(server(3, &rss_key, None));
-    let first = |servers: &[PoolServer]| {
+        [[0.1; 4], [0.9; 4]].iter().zip(1..).map(|(loads, n)| four_core_server(n, &rss_key, Some(*loads))).collect();
+    servers.push(four_core_server(3, &rss_key, None));
+    let server_of_bucket_0 = |servers: &[PoolServer]| {
         let pool = Pool::new(servers.to_vec(), 1);
-        let table = table_of(policy_by_name("crossrss", 1).unwrap().as_mut(), &pool, 1);
+        let table = compute_published_table(policy_by_name("crossrss", 1).unwrap().as_mut(), &pool, 1);
         table.candidates_of(0, 0)[0].server
     };
-    assert_eq!(first(&servers), id(1));
-    servers[0].eligible = false;
+    assert_eq!(server_of_bucket_0(&servers), server_id(1));
+    servers[0].is_eligible = false;
     // Neutral is now the mean of the remaining servers: 0.9 on both, and the lower id wins.
-    assert_eq!(first(&servers), id(2));
+    assert_eq!(server_of_bucket_0(&servers), server_id(2));
     servers[1].loads = Some(vec![0.95, 0.95, 0.9, 0.9].into());
     let pool = Pool::new(servers.clone(), 1);
     assert!((pool.neutral_load() - 0.925).abs() < 1e-9);
@@ -226,49 +233,54 @@ fn stale_server_is_neutral_and_draining_one_gets_nothing() {
 
 proptest! {
     #[test]
-    fn every_policy_only_names_eligible_servers(
+    fn every_policy_selects_eligible_servers_only(
         eligible in proptest::collection::vec(any::<bool>(), 1..20), seed: u64, bits in 0u32..9, cores in 1u16..9,
         known in proptest::collection::vec(any::<bool>(), 20),
     ) {
         let servers: Vec<PoolServer> = eligible.iter().enumerate().map(|(n, eligible)| PoolServer {
-            eligible: *eligible,
+            is_eligible: *eligible,
             loads: known[n].then(|| (0..cores).map(|core| f64::from(core) / 10.0).collect::<Vec<_>>().into()),
             rss: (n % 5 != 0).then(|| RssConfig {
-                key: key(n as u64 % 6),
+                key: rss_key_of_seed(n as u64 % 6),
                 indirection_table: IndirectionTable::independent(n as u64, 1 << (n % 8), cores).unwrap(),
             }),
             open_connections: n as u32,
-            weight: Weight::new(n as u64 % 4 + 1).unwrap(),
+            weight: ServerWeight::new(n as u64 % 4 + 1).unwrap(),
             slow_start_fraction: if n % 3 == 0 { 0.2 } else { 1.0 },
-            capacity: (n % 4 == 0).then(|| Capacity::new(n as f64 + 0.5).unwrap()),
-            traffic: known[n].then(|| TrafficRates { packets: n as f64 * 1e3, bytes: 1e9 / (n + 1) as f64 }),
-            ..PoolServer::new(id(n as u64 * 37))
+            capacity: (n % 4 == 0).then(|| ServerCapacity::new(n as f64 + 0.5).unwrap()),
+            traffic: known[n].then(|| TrafficRates { packets_per_second: n as f64 * 1e3, bytes: 1e9 / (n + 1) as f64 }),
+            ..PoolServer::new(server_id(n as u64 * 37))
         }).collect();
-        let allowed: HashSet<ServerId> = servers.iter().filter(|s| s.eligible).map(|s| s.id).collect();
+        let eligible_ids: HashSet<ServerId> = servers.iter().filter(|s| s.is_eligible).map(|s| s.id).collect();
         let pool = Pool::new(servers, 2);
         for name in names() {
             let buckets = BucketCount::new(1 << bits).unwrap();
             let table = policy_by_name(name, seed).unwrap().compute_table(&pool, buckets, 1);
             let mut state = PlacementState::for_table(&table);
-            for tuple in tuples(50) {
-                let chosen = table.choose(&mut state, &tuple);
-                prop_assert_eq!(chosen.is_none(), allowed.is_empty());
-                prop_assert!(chosen.is_none_or(|server| allowed.contains(&server)), "{}: {:?}", name, chosen);
-                prop_assert!(table.choose_consistent(&tuple).is_none_or(|server| allowed.contains(&server)));
+            for tuple in four_tuples(50) {
+                let selected_id = table.select_server(&mut state, &tuple);
+                prop_assert_eq!(selected_id.is_none(), eligible_ids.is_empty());
+                prop_assert!(selected_id.is_none_or(|server| eligible_ids.contains(&server)), "{}: {:?}", name,
+                    selected_id);
+                prop_assert!(table.consistent_server(&tuple).is_none_or(|server| eligible_ids.contains(&server)));
             }
         }
     }
 }
 
 #[test]
-fn load_independent_policies_have_one_table_for_any_loads() {
-    let rss_key = key(1);
+fn tables_depend_on_loads_exactly_if_the_policy_reads_loads() {
+    let rss_key = rss_key_of_seed(1);
     let pools = [(0, [0.0; 4]), (40, [0.9, 0.1, 0.5, 0.2])].map(|(open_connections, loads)| {
-        let traffic = |rate: u32| Some(TrafficRates { packets: rate.into(), bytes: rate.into() });
-        let busy =
-            |n| PoolServer { open_connections, traffic: traffic(open_connections), ..server(n, &rss_key, Some(loads)) };
-        let idle = |n| PoolServer { traffic: traffic(10), ..server(n, &rss_key, Some([0.5; 4])) };
-        Pool::new((1..=20).map(|n| if n % 2 == 0 { busy(n) } else { idle(n) }).collect(), 1)
+        let traffic_rates = |rate: u32| Some(TrafficRates { packets_per_second: rate.into(), bytes: rate.into() });
+        let busy_server = |n| PoolServer {
+            open_connections,
+            traffic: traffic_rates(open_connections),
+            ..four_core_server(n, &rss_key, Some(loads))
+        };
+        let idle_server =
+            |n| PoolServer { traffic: traffic_rates(10), ..four_core_server(n, &rss_key, Some([0.5; 4])) };
+        Pool::new((1..=20).map(|n| if n % 2 == 0 { busy_server(n) } else { idle_server(n) }).collect(), 1)
     });
     for name in names() {
         let mut policy = policy_by_name(name, 1).unwrap();
@@ -294,51 +306,53 @@ fn unknown_policy_is_rejected_with_the_list_of_policies() {
 
 /// Returns the fraction of new connections that a server of weight 2 gets next to two servers of weight 1, over 50 s. A
 /// core's load is `base`, plus `cost` for each of its connections in the last interval.
-fn share_of_heavy_server(policy: &str, base: f64, cost: f64) -> f64 {
-    const PER_INTERVAL: u32 = 60;
-    let rss_key = key(7);
+fn connection_fraction_of_heavy_server(policy: &str, base: f64, cost: f64) -> f64 {
+    const CONNECTIONS_PER_INTERVAL: u32 = 60;
+    let rss_key = rss_key_of_seed(7);
     let mut policy = policy_by_name(policy, 5).unwrap();
     let mut loads = [[base; 4]; 3];
     let mut counts = [0u32; 3];
     for generation in 1..=500u32 {
         let servers: Vec<PoolServer> = (0..3)
             .map(|n| PoolServer {
-                weight: Weight::new(if n == 0 { 2 } else { 1 }).unwrap(),
-                ..server(n as u64 + 1, &rss_key, Some(loads[n]))
+                weight: ServerWeight::new(if n == 0 { 2 } else { 1 }).unwrap(),
+                ..four_core_server(n as u64 + 1, &rss_key, Some(loads[n]))
             })
             .collect();
-        let pool = Pool::new(servers.clone(), 1).with_opened_connections(PER_INTERVAL.into());
-        let table = table_of(policy.as_mut(), &pool, generation);
+        let pool = Pool::new(servers.clone(), 1).with_opened_connections(CONNECTIONS_PER_INTERVAL.into());
+        let table = compute_published_table(policy.as_mut(), &pool, generation);
         let mut state = PlacementState::for_table(&table);
         loads = [[base; 4]; 3];
-        for tuple in tuples(PER_INTERVAL * (generation + 1)).skip((PER_INTERVAL * generation) as usize) {
-            let chosen = usize::from(table.choose(&mut state, &tuple).unwrap().get()) - 1;
-            loads[chosen][usize::from(core_of(&servers[chosen], &tuple))] += cost;
-            counts[chosen] += 1;
+        for tuple in four_tuples(CONNECTIONS_PER_INTERVAL * (generation + 1))
+            .skip((CONNECTIONS_PER_INTERVAL * generation) as usize)
+        {
+            let server_index = usize::from(table.select_server(&mut state, &tuple).unwrap().get()) - 1;
+            loads[server_index][usize::from(core_by_rss(&servers[server_index], &tuple))] += cost;
+            counts[server_index] += 1;
         }
     }
     f64::from(counts[0]) / f64::from(counts.iter().sum::<u32>())
 }
 
 #[test]
-fn server_of_weight_two_gets_half_of_the_connections_next_to_two_of_one() {
+fn server_of_weight_2_gets_half_of_the_connections_next_to_two_of_weight_1() {
     // Connections make the load.
     for policy in ["crossrss-plus", "crossrss", "least:cpu", "hash", "awrr", "pow2"] {
-        let part = share_of_heavy_server(policy, 0.0, 0.02);
-        assert!((0.42..0.52).contains(&part), "{policy}: {part}");
+        let fraction = connection_fraction_of_heavy_server(policy, 0.0, 0.02);
+        assert!((0.42..0.52).contains(&fraction), "{policy}: {fraction}");
     }
     // Connections cause nearly no load, with policies that do not level loads.
     for policy in ["hash", "awrr", "pow2", "least:cpu"] {
-        let part = share_of_heavy_server(policy, 0.2, 0.001);
-        assert!((0.42..0.6).contains(&part), "{policy}: {part}");
+        let fraction = connection_fraction_of_heavy_server(policy, 0.2, 0.001);
+        assert!((0.42..0.6).contains(&fraction), "{policy}: {fraction}");
     }
 }
 
 /// docs/policies.md: where connections cause nearly no load, crossrss never levels loads by weight.
 #[test]
-fn weight_of_crossrss_needs_load_by_connections() {
+fn crossrss_ignores_weights_where_connections_cause_nearly_no_load() {
     for policy in ["crossrss-plus", "crossrss"] {
-        let part = share_of_heavy_server(policy, 0.02, 0.001);
-        assert!(part > 0.8, "{policy}: {part}: the limit is gone");
+        let fraction = connection_fraction_of_heavy_server(policy, 0.02, 0.001);
+        assert!(fraction > 0.8, "{policy}: {fraction}: the limit is gone");
     }
 }

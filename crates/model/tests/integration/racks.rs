@@ -5,7 +5,7 @@ use std::sync::Arc;
 use coreward_model::ServerId;
 use coreward_model::placement::BucketCount;
 use coreward_model::policy::{
-    Capacity, Pool, PoolServer, RackSummary, ServerLoads, TrafficRates, Weight, names, policy_by_name,
+    Pool, PoolServer, RackSummary, ServerCapacity, ServerLoads, ServerWeight, TrafficRates, names, policy_by_name,
 };
 use coreward_model::rss::{IndirectionTable, RssConfig, RssKey, seeded_rng};
 use proptest::prelude::*;
@@ -21,7 +21,7 @@ struct RackServer {
 }
 
 prop_compose! {
-    fn racked()(
+    fn rack_server()(
         eligible in prop::bool::weighted(0.9),
         // Few values, so that many loads are equal.
         loads in prop::option::weighted(
@@ -43,42 +43,42 @@ prop_compose! {
             indirection_table: IndirectionTable::independent(seed, 1 << table_bits, queues).unwrap(),
         });
         let server = PoolServer {
-            eligible,
+            is_eligible: eligible,
             loads: loads.map(ServerLoads::from),
             rss,
             open_connections,
-            weight: Weight::new(weight).unwrap(),
+            weight: ServerWeight::new(weight).unwrap(),
             slow_start_fraction,
-            capacity: capacity.map(|capacity| Capacity::new(capacity).unwrap()),
-            traffic: traffic.map(|(packets, bytes)| TrafficRates { packets, bytes }),
+            capacity: capacity.map(|capacity| ServerCapacity::new(capacity).unwrap()),
+            traffic: traffic.map(|(packets_per_second, bytes)| TrafficRates { packets_per_second, bytes }),
             ..PoolServer::new(ServerId::try_from(0).unwrap())
         };
         RackServer { server, rack }
     }
 }
 
-fn pool_of(servers: &[PoolServer], requests: bool) -> Pool {
+fn pool_of_servers(servers: &[PoolServer], requests: bool) -> Pool {
     let pool = Pool::new(servers.to_vec(), 2).with_opened_connections(300);
     if requests { pool.counting_requests() } else { pool }
 }
 
 /// Changes the servers to their state at the next report: loads differ, and some servers are silent, join or leave.
-fn apply_next_report(servers: &mut [RackServer], report: u64) {
+fn change_to_next_report(servers: &mut [RackServer], report: u64) {
     for (position, RackServer { server, .. }) in servers.iter_mut().enumerate() {
-        let turn = (position as u64).wrapping_mul(0x9e37_79b9).wrapping_add(report * 7) % 23;
-        match turn {
-            0 => server.eligible = !server.eligible,
+        let change_number = (position as u64).wrapping_mul(0x9e37_79b9).wrapping_add(report * 7) % 23;
+        match change_number {
+            0 => server.is_eligible = !server.is_eligible,
             1 => server.loads = None,
             2 => server.loads = Some(vec![0.3; 4].into()),
             3 => server.slow_start_fraction = 1.0,
             _ => {
-                let cores = server.loads.as_ref().and_then(ServerLoads::cores).map(|cores| {
+                let core_loads = server.loads.as_ref().and_then(ServerLoads::cores).map(|cores| {
                     cores
                         .iter()
                         .enumerate()
-                        .map(|(core, load)| (load * 3.0 + core as f64 * 0.1 + turn as f64 * 0.05) % 1.3)
+                        .map(|(core, load)| (load * 3.0 + core as f64 * 0.1 + change_number as f64 * 0.05) % 1.3)
                 });
-                server.loads = cores.map(|cores| ServerLoads::Local(cores.collect()));
+                server.loads = core_loads.map(|cores| ServerLoads::Local(cores.collect()));
             }
         }
     }
@@ -90,7 +90,7 @@ proptest! {
     /// For every policy, the table from the summaries of racks equals the table from the servers' own reports.
     #[test]
     fn tables_are_equal_with_and_without_racks(
-        mut servers in prop::collection::vec(racked(), 0..24), bits in 0u32..8, requests: bool
+        mut servers in prop::collection::vec(rack_server(), 0..24), bits in 0u32..8, requests: bool
     ) {
         for (position, racked) in servers.iter_mut().enumerate() {
             racked.server.id = ServerId::try_from(position as u64 * 31).unwrap();
@@ -98,42 +98,44 @@ proptest! {
         let buckets = BucketCount::new(1 << bits).unwrap();
         for name in names() {
             let mut servers = servers.clone();
-            let policy = || policy_by_name(name, 7).unwrap();
-            let (mut flat, mut above, mut at_racks) = (policy(), policy(), [policy(), policy(), policy(), policy()]);
+            let new_policy = || policy_by_name(name, 7).unwrap();
+            let (mut flat, mut above, mut at_racks) =
+                (new_policy(), new_policy(), [new_policy(), new_policy(), new_policy(), new_policy()]);
             // As in the controller, one pool is updated from table to table.
-            let (mut going_on, mut kept) = (policy(), None);
+            let (mut going_on, mut kept) = (new_policy(), None);
             for report in 1..=REPORT_COUNT {
-                let of_rack = |rack: Option<usize>| -> Vec<PoolServer> {
+                let servers_of_rack = |rack: Option<usize>| -> Vec<PoolServer> {
                     servers.iter().filter(|racked| racked.rack == rack).map(|racked| racked.server.clone()).collect()
                 };
-                let relayed = at_racks.iter_mut().enumerate().map(|(rack, policy)| {
-                    let pool = pool_of(&of_rack(Some(rack)), requests);
+                let rack_summaries = at_racks.iter_mut().enumerate().map(|(rack, policy)| {
+                    let pool = pool_of_servers(&servers_of_rack(Some(rack)), requests);
                     Arc::new(RackSummary::of(&pool, policy.as_mut(), buckets, usize::MAX))
                 }).collect::<Vec<_>>();
-                let all: Vec<PoolServer> = servers.iter().map(|racked| racked.server.clone()).collect();
-                let known_above: Vec<PoolServer> = servers.iter().map(|racked| PoolServer {
+                let all_servers: Vec<PoolServer> = servers.iter().map(|racked| racked.server.clone()).collect();
+                let directly_reporting: Vec<PoolServer> = servers.iter().map(|racked| PoolServer {
                     loads: racked.server.loads.clone().filter(|_| racked.rack.is_none()),
                     ..racked.server.clone()
                 }).collect();
-                let expected = flat.compute_table(&pool_of(&all, requests), buckets, report);
-                let pool = pool_of(&known_above, requests).with_rack_summaries(relayed.clone());
-                let found = above.compute_table(&pool, buckets, report);
-                prop_assert_eq!(&found, &expected, "{}, report {}", name, report);
-                let mut pool = kept.take().unwrap_or_else(|| pool_of(&known_above, requests));
-                known_above.iter().for_each(|server| pool.replace_server(server.clone()));
+                let table_without_racks = flat.compute_table(&pool_of_servers(&all_servers, requests), buckets, report);
+                let pool = pool_of_servers(&directly_reporting, requests).with_rack_summaries(rack_summaries.clone());
+                let table_with_racks = above.compute_table(&pool, buckets, report);
+                prop_assert_eq!(&table_with_racks, &table_without_racks, "{}, report {}", name, report);
+                let mut pool = kept.take().unwrap_or_else(|| pool_of_servers(&directly_reporting, requests));
+                directly_reporting.iter().for_each(|server| pool.replace_server(server.clone()));
                 let pool = pool.for_next_table(2).with_opened_connections(300);
-                let pool = if requests { pool.counting_requests() } else { pool }.with_rack_summaries(relayed);
-                prop_assert_eq!(&going_on.compute_table(&pool, buckets, report), &expected, "{}, report {}, going \
+                let pool = if requests { pool.counting_requests() } else { pool }.with_rack_summaries(rack_summaries);
+                prop_assert_eq!(&going_on.compute_table(&pool, buckets, report), &table_without_racks, "{}, report {},
+                    going \
                  on", name, report);
                 kept = Some(pool);
-                apply_next_report(&mut servers, report);
+                change_to_next_report(&mut servers, report);
             }
         }
     }
 
     /// The k least loaded cores of all are among the k least loaded cores of each rack; fewer than k do not suffice.
     #[test]
-    fn fewer_candidates_are_the_least_of_each_rack(
+    fn shorter_candidate_lists_have_the_least_loaded_cores(
         loads in prop::collection::vec(0.0..1.0f64, 2..12),
         most in 1usize..9,
     ) {
@@ -147,10 +149,10 @@ proptest! {
         let buckets = BucketCount::new(1).unwrap();
         let mut policy = policy_by_name("crossrss-plus", 1).unwrap();
         let summary = RackSummary::of(&Pool::new(servers, 1), policy.as_mut(), buckets, most);
-        let mut sorted = loads.clone();
-        sorted.sort_by(f64::total_cmp);
-        sorted.truncate(most.min(8));
-        let found: Vec<f64> = summary.lists[0].bucket(0).iter().map(|(_, load)| *load).collect();
-        prop_assert_eq!(found, sorted);
+        let mut least_loads = loads.clone();
+        least_loads.sort_by(f64::total_cmp);
+        least_loads.truncate(most.min(8));
+        let listed_loads: Vec<f64> = summary.candidate_lists[0].bucket(0).iter().map(|(_, load)| *load).collect();
+        prop_assert_eq!(listed_loads, least_loads);
     }
 }

@@ -1,14 +1,14 @@
 //! Classification of datagrams by service.
 
-use coreward_orchestrator::classify::{Classifier, Pattern};
+use coreward_orchestrator::classify::{Classifier, PayloadPattern};
 
 #[test]
-fn first_match_counts() {
-    let pattern = |offset, bytes: &[u8]| Some(Pattern { offset, bytes: bytes.to_vec() });
-    let mut classifier = Classifier { rules: vec![(2, pattern(1, &[7])), (0, pattern(0, b"get "))] };
-    let services =
+fn first_matching_rule_selects_the_service() {
+    let payload_pattern = |offset, bytes: &[u8]| Some(PayloadPattern { offset, bytes: bytes.to_vec() });
+    let mut classifier = Classifier { rules: vec![(2, payload_pattern(1, &[7])), (0, payload_pattern(0, b"get "))] };
+    let classified_services =
         |classifier: &Classifier| [&b"get x"[..], b"g\x07", b"g", b""].map(|text| classifier.classify_request(text));
-    assert_eq!(services(&classifier), [Some(0), Some(2), None, None]);
+    assert_eq!(classified_services(&classifier), [Some(0), Some(2), None, None]);
     classifier.rules.push((1, None));
-    assert_eq!(services(&classifier), [Some(0), Some(2), Some(1), Some(1)]);
+    assert_eq!(classified_services(&classifier), [Some(0), Some(2), Some(1), Some(1)]);
 }

@@ -2,7 +2,7 @@
 
 use coreward_config::Source;
 use coreward_model::dispatch::{Lambda, RankRule, Ranking, RateLimit, Selection};
-use coreward_orchestrator::classify::{Classifier, Pattern};
+use coreward_orchestrator::classify::{Classifier, PayloadPattern};
 use coreward_orchestrator::config::Config;
 use coreward_orchestrator::engine::EngineConfig;
 
@@ -14,9 +14,9 @@ fn parse(text: &str) -> Result<Config, String> {
 const REQUIRED_KEYS: &str = "memory = \"/run/cores\"\ncores = 4\n";
 
 #[test]
-fn shortest_file_gets_defaults() {
+fn minimal_file_gets_defaults() {
     let config = parse(&format!("{REQUIRED_KEYS}[[service]]\nlisten = \"127.0.0.1:4000\"\n")).unwrap();
-    let EngineConfig { rank_bound, rank_rule, payload_bytes, services, scheduler, .. } = &config.engine;
+    let EngineConfig { rank_bound, rank_rule, payload_bytes, services, scheduler, .. } = &config.engine_config;
     assert_eq!((rank_bound.get(), *rank_rule, *payload_bytes), (4, RankRule::Ranked, 1472));
     assert_eq!(services[0].lambda, Lambda::PUBLISHED);
     assert_eq!((scheduler.capacity, scheduler.selection), (4096, Selection::FirstEligible));
@@ -24,7 +24,7 @@ fn shortest_file_gets_defaults() {
 }
 
 #[test]
-fn services_share_a_port_and_two_levels_rank_them() {
+fn services_may_share_a_port_and_are_ranked_in_groups() {
     let text = format!(
         r#"{REQUIRED_KEYS}ranking = "share"
 policy = "per-service-jbsq"
@@ -53,47 +53,58 @@ burst = 10
 "#
     );
     let config = parse(&text).unwrap();
-    let rules: Vec<_> = config.listeners.iter().map(|(address, classifier)| (address.port(), classifier)).collect();
-    let pattern = |offset, bytes: &[u8]| Some(Pattern { offset, bytes: bytes.to_vec() });
-    assert_eq!(rules[0], (4000, &Classifier { rules: vec![(0, pattern(2, &[2, 1])), (2, None)] }));
-    assert_eq!(rules[1], (4001, &Classifier { rules: vec![(1, pattern(0, b"get "))] }));
-    let scheduler = &config.engine.scheduler;
-    let groups: Vec<_> = scheduler.groups.iter().map(|group| (group.member.parameter, group.ranking)).collect();
-    assert_eq!(groups, [(3, Ranking::EarliestDeadline), (1, Ranking::StrictPriority)]);
-    let queues: Vec<_> = scheduler.queues.iter().map(|queue| (queue.group, queue.member.parameter)).collect();
-    assert_eq!(queues, [(0, 20_000), (0, 1_000_000), (1, 7)]);
+    let port_rules: Vec<_> =
+        config.listeners.iter().map(|(address, classifier)| (address.port(), classifier)).collect();
+    let payload_pattern = |offset, bytes: &[u8]| Some(PayloadPattern { offset, bytes: bytes.to_vec() });
+    assert_eq!(port_rules[0], (4000, &Classifier { rules: vec![(0, payload_pattern(2, &[2, 1])), (2, None)] }));
+    assert_eq!(port_rules[1], (4001, &Classifier { rules: vec![(1, payload_pattern(0, b"get "))] }));
+    let scheduler = &config.engine_config.scheduler;
+    let group_rankings: Vec<_> =
+        scheduler.groups.iter().map(|group| (group.member.rank_parameter, group.ranking)).collect();
+    assert_eq!(group_rankings, [(3, Ranking::EarliestDeadline), (1, Ranking::StrictPriority)]);
+    let queue_rankings: Vec<_> =
+        scheduler.queues.iter().map(|queue| (queue.group_index, queue.member.rank_parameter)).collect();
+    assert_eq!(queue_rankings, [(0, 20_000), (0, 1_000_000), (1, 7)]);
     assert_eq!(scheduler.queues[2].member.limit, Some(RateLimit { interval: 1_000_000, burst: 10 }));
-    assert_eq!(config.engine.services[1].lambda.get(), 0.5);
+    assert_eq!(config.engine_config.services[1].lambda.get(), 0.5);
 }
 
 #[test]
-fn af_xdp_takes_an_interface_and_addresses() {
-    let service = "[[service]]\nlisten = \"192.0.2.1:4000\"\n";
-    let config = |keys: &str, service: &str| parse(&format!("{REQUIRED_KEYS}{keys}{service}"));
-    let interface = |keys: &str| config(keys, service).unwrap().af_xdp_interface;
-    assert_eq!((interface(""), interface("intake = \"socket\"\n")), (None, None));
-    assert_eq!(interface("intake = \"af-xdp\"\ninterface = \"eth1\"\n").as_deref(), Some("eth1"));
-    let error = |keys, service| config(keys, service).unwrap_err();
-    assert!(error("intake = \"af-xdp\"\n", service).ends_with("expected the interface at which requests arrive"));
-    assert!(error("interface = \"eth1\"\n", service).ends_with("expected both or neither"));
-    assert!(error("intake = \"xdp\"\n", service).ends_with("expected \"socket\" or \"af-xdp\""));
-    let any = service.replace("192.0.2.1", "0.0.0.0");
-    let text = error("intake = \"af-xdp\"\ninterface = \"eth1\"\n", &any);
+fn af_xdp_requires_an_interface_and_specific_addresses() {
+    let service_toml = "[[service]]\nlisten = \"192.0.2.1:4000\"\n";
+    let parse_with = |keys: &str, service: &str| parse(&format!("{REQUIRED_KEYS}{keys}{service}"));
+    let parsed_interface = |keys: &str| parse_with(keys, service_toml).unwrap().af_xdp_interface;
+    assert_eq!((parsed_interface(""), parsed_interface("intake = \"socket\"\n")), (None, None));
+    assert_eq!(parsed_interface("intake = \"af-xdp\"\ninterface = \"eth1\"\n").as_deref(), Some("eth1"));
+    let error_of = |keys, service| parse_with(keys, service).unwrap_err();
+    assert!(
+        error_of("intake = \"af-xdp\"\n", service_toml).ends_with("expected the interface at which requests arrive")
+    );
+    assert!(error_of("interface = \"eth1\"\n", service_toml).ends_with("expected both or neither"));
+    assert!(error_of("intake = \"xdp\"\n", service_toml).ends_with("expected \"socket\" or \"af-xdp\""));
+    let service_on_any_address = service_toml.replace("192.0.2.1", "0.0.0.0");
+    let text = error_of("intake = \"af-xdp\"\ninterface = \"eth1\"\n", &service_on_any_address);
     assert!(text.contains("listen 0.0.0.0:4000") && text.ends_with("the address to which requests go"), "{text}");
 }
 
 #[test]
-fn mistakes_are_named_with_line_and_expectation() {
-    let error = |rest: &str| parse(&format!("{REQUIRED_KEYS}[[service]]\n{rest}\n")).unwrap_err();
-    let text = error("listen = \"127.0.0.1:4000\"\nlambda = 1.5");
+fn mistakes_are_reported_with_line_and_expectation() {
+    let error_of_service = |rest: &str| parse(&format!("{REQUIRED_KEYS}[[service]]\n{rest}\n")).unwrap_err();
+    let text = error_of_service("listen = \"127.0.0.1:4000\"\nlambda = 1.5");
     assert_eq!(text, "orchestrate.toml:3:1: key `service`: lambda 1.5: expected a number from 0 to 1");
-    assert!(error("listen = \"[::1]:4000\"").contains("expected an IPv4 address and a port from 1 to 65535"));
-    let listen = "listen = \"127.0.0.1:4000\"\n";
-    assert!(error(&format!("{listen}priority = 8")).ends_with("8: expected a whole number from 0 to 7"));
-    assert!(error(&format!("{listen}match = {{}}")).ends_with("match: expected either `value` or `prefix`"));
-    let text = error(&format!("{listen}match = {{ value = 256 }}"));
+    assert!(
+        error_of_service("listen = \"[::1]:4000\"").contains("expected an IPv4 address and a port from 1 to 65535")
+    );
+    let listen_line = "listen = \"127.0.0.1:4000\"\n";
+    assert!(
+        error_of_service(&format!("{listen_line}priority = 8")).ends_with("8: expected a whole number from 0 to 7")
+    );
+    assert!(
+        error_of_service(&format!("{listen_line}match = {{}}")).ends_with("match: expected either `value` or `prefix`")
+    );
+    let text = error_of_service(&format!("{listen_line}match = {{ value = 256 }}"));
     assert!(text.ends_with("value = 256: expected a number of 1 bytes"), "{text}");
-    assert!(error(&format!("{listen}group = \"x\"")).ends_with("no [[group]] has the name \"x\""));
+    assert!(error_of_service(&format!("{listen_line}group = \"x\"")).ends_with("no [[group]] has the name \"x\""));
     assert!(parse(REQUIRED_KEYS).unwrap_err().contains("service"));
     assert!(parse(&format!("service = []\n{REQUIRED_KEYS}")).unwrap_err().contains("0 services: expected 1 to 64"));
 }

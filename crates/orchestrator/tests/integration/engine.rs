@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use coreward_model::dispatch::{
-    Epoch, FeoConfig, Lambda, LoadHint, RankRule, RateLimit, ScaleDownCondition, ScaleUpCondition,
+    Epoch, FirstEligibleOutConfig, Lambda, LoadHint, RankRule, RateLimit, ScaleDownCondition, ScaleUpCondition,
 };
 use coreward_orchestrator::engine::{Engine, EngineConfig, ServiceConfig, ServiceCounters};
 use coreward_runtime::message::HintTrigger;
@@ -16,22 +16,24 @@ use coreward_runtime::worker::{Runtime, Worker};
 use coreward_runtime::{RuntimeError, ServiceEntry};
 
 const STALL_AFTER_NS: u64 = 1_000_000;
-pub const TIMEOUT: Duration = Duration::from_secs(20);
+pub const WAIT_TIMEOUT: Duration = Duration::from_secs(20);
 
-fn address() -> SocketAddrV4 {
+fn service_address() -> SocketAddrV4 {
     SocketAddrV4::new([127, 0, 0, 1].into(), 4000)
 }
 
 /// Returns a configuration with two services in strict priority on 2 cores, and a rank bound of 2.
-pub fn config() -> EngineConfig {
-    let service =
-        |priority| ServiceConfig { entry: ServiceEntry { address: address(), priority }, lambda: Lambda::PUBLISHED };
+pub fn engine_config() -> EngineConfig {
+    let new_service_config = |priority| ServiceConfig {
+        service_entry: ServiceEntry { address: service_address(), priority },
+        lambda: Lambda::PUBLISHED,
+    };
     EngineConfig {
         core_count: 2,
         rank_bound: NonZeroU16::new(2).unwrap(),
         rank_rule: RankRule::Ranked,
-        services: vec![service(0), service(1)],
-        scheduler: FeoConfig { capacity: 4, ..FeoConfig::strict_priority(0..2) },
+        services: vec![new_service_config(0), new_service_config(1)],
+        scheduler: FirstEligibleOutConfig { capacity: 4, ..FirstEligibleOutConfig::strict_priority(0..2) },
         payload_bytes: 100,
         stall_after: Duration::from_nanos(STALL_AFTER_NS),
     }
@@ -39,60 +41,65 @@ pub fn config() -> EngineConfig {
 
 pub struct TestEngine {
     pub engine: Engine,
-    path: PathBuf,
-    cores: u16,
+    memory_path: PathBuf,
+    core_count: u16,
     _directory: tempfile::TempDir,
 }
 
 impl TestEngine {
     pub fn new(config: &EngineConfig) -> Self {
         let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("cores");
-        Self { engine: Engine::new(&path, config).unwrap(), path, cores: config.core_count, _directory: directory }
+        let memory_path = directory.path().join("cores");
+        Self {
+            engine: Engine::new(&memory_path, config).unwrap(),
+            memory_path,
+            core_count: config.core_count,
+            _directory: directory,
+        }
     }
 
-    pub fn runtime(&self) -> Runtime {
-        let runtime = Runtime::connect(&self.path).unwrap();
-        (0..2).for_each(|service| runtime.register_service(service, address(), service).unwrap());
+    pub fn connect_runtime(&self) -> Runtime {
+        let runtime = Runtime::connect(&self.memory_path).unwrap();
+        (0..2).for_each(|service| runtime.register_service(service, service_address(), service).unwrap());
         runtime
     }
 
     pub fn poll(&mut self, now: u64) -> Vec<Vec<u8>> {
-        let mut answers = Vec::new();
-        self.engine.poll(now, &mut |_, _, payload| answers.push(payload.to_vec()));
-        answers
+        let mut responses = Vec::new();
+        self.engine.poll(now, &mut |_, _, payload| responses.push(payload.to_vec()));
+        responses
     }
 
     /// Attaches a worker that runs no service.
-    pub fn attach<'r>(&mut self, runtime: &'r Runtime, core: u16) -> Worker<'r> {
+    pub fn attach_worker<'r>(&mut self, runtime: &'r Runtime, core: u16) -> Worker<'r> {
         std::thread::scope(|scope| {
-            let worker = scope.spawn(|| runtime.worker(core));
-            while !worker.is_finished() {
+            let worker_thread = scope.spawn(|| runtime.attach_worker(core));
+            while !worker_thread.is_finished() {
                 self.poll(0);
             }
-            worker.join().unwrap().unwrap()
+            worker_thread.join().unwrap().unwrap()
         })
     }
 
     /// Attaches a worker on which both services are enabled, but which does not serve requests by itself.
-    fn worker<'r>(&mut self, runtime: &'r Runtime, core: u16) -> Worker<'r> {
-        let mut worker = self.attach(runtime, core);
+    fn attach_serving_worker<'r>(&mut self, runtime: &'r Runtime, core: u16) -> Worker<'r> {
+        let mut worker = self.attach_worker(runtime, core);
         (0..2).for_each(|service| worker.enable_service(service, core).unwrap());
         self.poll(0);
         worker
     }
 
     pub fn submit(&mut self, now: u64, service: u8, payload: &[u8]) {
-        self.engine.submit(now, service, "192.0.2.1:9".parse().unwrap(), payload);
-        self.check_accounts();
+        self.engine.submit_request(now, service, "192.0.2.1:9".parse().unwrap(), payload);
+        self.check_request_counts();
     }
 
     fn check_workers(&mut self, now: u64) {
         self.engine.check_workers(now, &mut |_, _, _| ());
-        self.check_accounts();
+        self.check_request_counts();
     }
 
-    fn outstanding(&self) -> [u32; 2] {
+    fn outstanding_by_core(&self) -> [u32; 2] {
         [0, 1].map(|core| self.engine.dispatch_policy().ranks().core_request_count(core))
     }
 
@@ -101,19 +108,20 @@ impl TestEngine {
     }
 
     /// Checks that each received request is counted in exactly one other state.
-    pub fn check_accounts(&self) {
+    pub fn check_request_counts(&self) {
         for (service, counters) in self.engine.service_counters().iter().enumerate() {
             let ServiceCounters { received, dropped, rejected, completed, lost } = counters;
             let ranks = self.engine.dispatch_policy().ranks();
-            let outstanding: u32 = (0..self.cores).map(|core| ranks.outstanding(service as u8, core)).sum();
-            let waiting = self.engine.dispatch_policy().waiting_count(service as u8);
-            assert_eq!(*received, dropped + rejected + completed + lost + waiting + u64::from(outstanding));
+            let outstanding_count: u32 =
+                (0..self.core_count).map(|core| ranks.outstanding_count(service as u8, core)).sum();
+            let waiting_count = self.engine.dispatch_policy().waiting_count(service as u8);
+            assert_eq!(*received, dropped + rejected + completed + lost + waiting_count + u64::from(outstanding_count));
         }
     }
 }
 
 /// Takes requests of a service at the worker, and completes them without a response.
-fn complete(worker: &mut Worker<'_>, service: u8, count: u32) {
+fn take_and_complete(worker: &mut Worker<'_>, service: u8, count: u32) {
     for _ in 0..count {
         assert_eq!(worker.take_request().unwrap().unwrap().service(), service);
     }
@@ -121,9 +129,9 @@ fn complete(worker: &mut Worker<'_>, service: u8, count: u32) {
 }
 
 /// Handler that responds with the core's number and the request's payload.
-struct Echo;
+struct EchoHandler;
 
-impl Handler for Echo {
+impl Handler for EchoHandler {
     fn handle(&self, request: &Request<'_>, response: &mut Vec<u8>, context: &mut Context<'_>) -> Reply {
         response.push(context.core() as u8);
         response.extend_from_slice(request.payload);
@@ -132,129 +140,135 @@ impl Handler for Echo {
 }
 
 #[test]
-fn requests_are_spread_and_answered() {
-    let mut bench = TestEngine::new(&config());
-    let runtime = bench.runtime();
-    let mut workers = [0, 1].map(|core| bench.worker(&runtime, core));
+fn requests_are_distributed_to_both_cores_and_answered() {
+    let mut test_engine = TestEngine::new(&engine_config());
+    let runtime = test_engine.connect_runtime();
+    let mut workers = [0, 1].map(|core| test_engine.attach_serving_worker(&runtime, core));
     for number in 0..6 {
-        bench.submit(1, 1, &[number]);
+        test_engine.submit(1, 1, &[number]);
     }
-    assert_eq!((bench.outstanding(), bench.engine.dispatch_policy().waiting_count(1)), ([2, 2], 2));
+    assert_eq!((test_engine.outstanding_by_core(), test_engine.engine.dispatch_policy().waiting_count(1)), ([2, 2], 2));
     let (stop, started) = (AtomicBool::new(false), Instant::now());
-    let mut answers = Vec::new();
+    let mut responses = Vec::new();
     std::thread::scope(|scope| {
         for worker in &mut workers {
-            scope.spawn(|| worker.serve(&Echo, ServeOptions::default(), &stop).unwrap());
+            scope.spawn(|| worker.serve(&EchoHandler, ServeOptions::default(), &stop).unwrap());
         }
-        while answers.len() < 6 && started.elapsed() < TIMEOUT {
-            answers.extend(bench.poll(2));
+        while responses.len() < 6 && started.elapsed() < WAIT_TIMEOUT {
+            responses.extend(test_engine.poll(2));
         }
         stop.store(true, SeqCst);
         // The workers disable their services before they end.
-        while bench.engine.dispatch_policy().ranks().eligible_services() != 0 && started.elapsed() < TIMEOUT {
-            bench.poll(3);
+        while test_engine.engine.dispatch_policy().ranks().eligible_service_mask() != 0
+            && started.elapsed() < WAIT_TIMEOUT
+        {
+            test_engine.poll(3);
         }
     });
-    bench.check_accounts();
-    answers.sort_by_key(|answer| answer[1]);
-    assert_eq!(answers.iter().map(|answer| answer[1]).collect::<Vec<_>>(), [0, 1, 2, 3, 4, 5]);
-    assert_eq!(answers[..4].iter().map(|answer| answer[0]).collect::<Vec<_>>(), [0, 1, 0, 1]);
-    assert_eq!((bench.counters(1).completed, bench.engine.dispatch_policy().ranks().eligible_services()), (6, 0));
+    test_engine.check_request_counts();
+    responses.sort_by_key(|answer| answer[1]);
+    assert_eq!(responses.iter().map(|answer| answer[1]).collect::<Vec<_>>(), [0, 1, 2, 3, 4, 5]);
+    assert_eq!(responses[..4].iter().map(|answer| answer[0]).collect::<Vec<_>>(), [0, 1, 0, 1]);
+    assert_eq!(
+        (test_engine.counters(1).completed, test_engine.engine.dispatch_policy().ranks().eligible_service_mask()),
+        (6, 0)
+    );
 }
 
 #[test]
 fn requests_of_an_ended_worker_are_lost_and_counted() {
-    let mut bench = TestEngine::new(&config());
-    let runtime = bench.runtime();
-    let first = bench.worker(&runtime, 0);
-    (0..5).for_each(|_| bench.submit(1, 1, b"x"));
-    assert_eq!((bench.outstanding(), bench.engine.dispatch_policy().waiting_count(1)), ([2, 0], 3));
-    bench.check_workers(2);
-    assert_eq!(bench.outstanding(), [2, 0], "the worker lives");
-    drop(first);
-    bench.check_workers(3);
-    assert_eq!((bench.outstanding(), bench.counters(1).lost), ([0, 0], 2));
-    assert_eq!(bench.engine.dispatch_policy().ranks().eligible_services(), 0);
+    let mut test_engine = TestEngine::new(&engine_config());
+    let runtime = test_engine.connect_runtime();
+    let first_worker = test_engine.attach_serving_worker(&runtime, 0);
+    (0..5).for_each(|_| test_engine.submit(1, 1, b"x"));
+    assert_eq!((test_engine.outstanding_by_core(), test_engine.engine.dispatch_policy().waiting_count(1)), ([2, 0], 3));
+    test_engine.check_workers(2);
+    assert_eq!(test_engine.outstanding_by_core(), [2, 0], "the worker lives");
+    drop(first_worker);
+    test_engine.check_workers(3);
+    assert_eq!((test_engine.outstanding_by_core(), test_engine.counters(1).lost), ([0, 0], 2));
+    assert_eq!(test_engine.engine.dispatch_policy().ranks().eligible_service_mask(), 0);
     // A worker at the same core gets the requests that waited, and a second one that replaces it before the check.
-    let second = bench.worker(&runtime, 0);
-    assert_eq!((bench.outstanding(), bench.engine.dispatch_policy().waiting_count(1)), ([2, 0], 1));
-    drop(second);
-    let _third = bench.worker(&runtime, 0);
-    assert_eq!((bench.outstanding(), bench.counters(1).lost), ([1, 0], 4));
-    assert_eq!((bench.engine.core_counters().workers, bench.engine.core_counters().ended), (3, 2));
-    bench.check_accounts();
+    let second_worker = test_engine.attach_serving_worker(&runtime, 0);
+    assert_eq!((test_engine.outstanding_by_core(), test_engine.engine.dispatch_policy().waiting_count(1)), ([2, 0], 1));
+    drop(second_worker);
+    let _third_worker = test_engine.attach_serving_worker(&runtime, 0);
+    assert_eq!((test_engine.outstanding_by_core(), test_engine.counters(1).lost), ([1, 0], 4));
+    assert_eq!((test_engine.engine.core_counters().accepted_workers, test_engine.engine.core_counters().ended), (3, 2));
+    test_engine.check_request_counts();
 }
 
 #[test]
 fn stalled_worker_loses_eligibility_until_it_completes_a_request() {
-    let mut bench = TestEngine::new(&config());
-    let runtime = bench.runtime();
-    let (mut stalls, mut other) = (bench.worker(&runtime, 0), bench.worker(&runtime, 1));
-    bench.submit(1, 0, b"x");
-    assert_eq!(bench.outstanding(), [1, 0]);
-    bench.check_workers(2);
-    bench.check_workers(2 + STALL_AFTER_NS);
-    assert_eq!(bench.engine.core_counters().stalls, 1);
-    (0..2).for_each(|_| bench.submit(3, 0, b"x"));
-    assert_eq!(bench.outstanding(), [1, 2], "the other core takes all");
-    bench.submit(4, 0, b"x");
-    assert_eq!((bench.outstanding(), bench.engine.dispatch_policy().waiting_count(0)), ([1, 2], 1));
-    complete(&mut other, 0, 2);
-    complete(&mut stalls, 0, 1);
-    bench.poll(5 + STALL_AFTER_NS);
-    assert_eq!(bench.outstanding(), [0, 1]);
-    bench.check_workers(6 + STALL_AFTER_NS);
-    bench.submit(7 + STALL_AFTER_NS, 0, b"x");
-    assert_eq!((bench.outstanding(), bench.engine.core_counters().stalls), ([1, 1], 1));
+    let mut test_engine = TestEngine::new(&engine_config());
+    let runtime = test_engine.connect_runtime();
+    let (mut stalls, mut other) =
+        (test_engine.attach_serving_worker(&runtime, 0), test_engine.attach_serving_worker(&runtime, 1));
+    test_engine.submit(1, 0, b"x");
+    assert_eq!(test_engine.outstanding_by_core(), [1, 0]);
+    test_engine.check_workers(2);
+    test_engine.check_workers(2 + STALL_AFTER_NS);
+    assert_eq!(test_engine.engine.core_counters().worker_stalls, 1);
+    (0..2).for_each(|_| test_engine.submit(3, 0, b"x"));
+    assert_eq!(test_engine.outstanding_by_core(), [1, 2], "the other core takes all");
+    test_engine.submit(4, 0, b"x");
+    assert_eq!((test_engine.outstanding_by_core(), test_engine.engine.dispatch_policy().waiting_count(0)), ([1, 2], 1));
+    take_and_complete(&mut other, 0, 2);
+    take_and_complete(&mut stalls, 0, 1);
+    test_engine.poll(5 + STALL_AFTER_NS);
+    assert_eq!(test_engine.outstanding_by_core(), [0, 1]);
+    test_engine.check_workers(6 + STALL_AFTER_NS);
+    test_engine.submit(7 + STALL_AFTER_NS, 0, b"x");
+    assert_eq!((test_engine.outstanding_by_core(), test_engine.engine.core_counters().worker_stalls), ([1, 1], 1));
 }
 
 #[test]
-fn full_buffer_drops_the_lowest_priority() {
-    let mut bench = TestEngine::new(&config());
+fn full_buffer_drops_requests_of_the_lowest_priority() {
+    let mut test_engine = TestEngine::new(&engine_config());
     for service in [1, 1, 0, 0, 0, 1, 0] {
-        bench.submit(1, service, b"x");
+        test_engine.submit(1, service, b"x");
     }
-    assert_eq!([0, 1].map(|service| bench.engine.dispatch_policy().waiting_count(service)), [4, 0]);
-    assert_eq!([0, 1].map(|service| bench.counters(service).dropped), [0, 3]);
-    bench.submit(1, 0, b"x");
-    bench.submit(1, 0, &[0; 101]);
-    assert_eq!((bench.counters(0).dropped, bench.counters(0).rejected), (1, 1));
+    assert_eq!([0, 1].map(|service| test_engine.engine.dispatch_policy().waiting_count(service)), [4, 0]);
+    assert_eq!([0, 1].map(|service| test_engine.counters(service).dropped), [0, 3]);
+    test_engine.submit(1, 0, b"x");
+    test_engine.submit(1, 0, &[0; 101]);
+    assert_eq!((test_engine.counters(0).dropped, test_engine.counters(0).rejected), (1, 1));
 }
 
 #[test]
-fn feedback_for_requests_never_sent_is_counted() {
-    let mut bench = TestEngine::new(&config());
-    let runtime = bench.runtime();
-    let mut worker = bench.worker(&runtime, 0);
-    bench.submit(1, 0, b"x");
+fn feedback_for_requests_that_were_not_sent_is_rejected_and_counted() {
+    let mut test_engine = TestEngine::new(&engine_config());
+    let runtime = test_engine.connect_runtime();
+    let mut worker = test_engine.attach_serving_worker(&runtime, 0);
+    test_engine.submit(1, 0, b"x");
     worker.load_feedback(0, 0, 2).unwrap();
     worker.load_feedback(1, 0, 1).unwrap();
     worker.load_feedback(0, 1, u32::MAX).unwrap();
     worker.enable_service(0, 1).unwrap();
-    bench.poll(2);
-    let counters = bench.engine.core_counters();
-    assert_eq!((counters.bad_feedback, counters.bad_messages), (3, 0));
+    test_engine.poll(2);
+    let counters = test_engine.engine.core_counters();
+    assert_eq!((counters.rejected_feedback, counters.bad_messages), (3, 0));
     assert_eq!(counters.enabled_without_worker, 1, "core 1 has no worker");
-    assert_eq!((bench.outstanding(), bench.counters(0).completed), ([1, 0], 0));
+    assert_eq!((test_engine.outstanding_by_core(), test_engine.counters(0).completed), ([1, 0], 0));
     worker.load_feedback(0, 0, 1).unwrap();
-    bench.poll(3);
-    assert_eq!((bench.outstanding(), bench.counters(0).completed), ([0, 0], 1));
+    test_engine.poll(3);
+    assert_eq!((test_engine.outstanding_by_core(), test_engine.counters(0).completed), ([0, 0], 1));
 }
 
 #[test]
-fn hint_reaches_the_least_loaded_core_once_until_rearmed() {
-    let mut bench = TestEngine::new(&config());
-    let runtime = bench.runtime();
-    let mut workers = [0, 1].map(|core| bench.worker(&runtime, core));
-    let epoch = Epoch::power_of_two(4).unwrap();
-    workers[0].enable_load_monitor(1, HintTrigger::ScaleUp(ScaleUpCondition { epoch })).unwrap();
-    bench.poll(0);
-    (0..5).for_each(|_| bench.submit(1, 1, b"x"));
-    assert_eq!((bench.outstanding(), bench.engine.dispatch_policy().waiting_count(1)), ([2, 2], 1));
-    assert_eq!(bench.engine.next_timer_ns(4), Some(16));
-    bench.engine.check_monitors(16);
-    bench.engine.check_monitors(32);
-    bench.engine.check_monitors(48);
+fn hint_is_sent_to_the_least_loaded_core_once_until_rearmed() {
+    let mut test_engine = TestEngine::new(&engine_config());
+    let runtime = test_engine.connect_runtime();
+    let mut workers = [0, 1].map(|core| test_engine.attach_serving_worker(&runtime, core));
+    let monitor_epoch = Epoch::power_of_two(4).unwrap();
+    workers[0].enable_load_monitor(1, HintTrigger::ScaleUp(ScaleUpCondition { epoch: monitor_epoch })).unwrap();
+    test_engine.poll(0);
+    (0..5).for_each(|_| test_engine.submit(1, 1, b"x"));
+    assert_eq!((test_engine.outstanding_by_core(), test_engine.engine.dispatch_policy().waiting_count(1)), ([2, 2], 1));
+    assert_eq!(test_engine.engine.next_timer_ns(4), Some(16));
+    test_engine.engine.check_monitors(16);
+    test_engine.engine.check_monitors(32);
+    test_engine.engine.check_monitors(48);
     let hint = workers[0].next_hint().unwrap();
     assert_eq!(
         (hint.service, hint.hint, hint.waiting_services),
@@ -263,62 +277,63 @@ fn hint_reaches_the_least_loaded_core_once_until_rearmed() {
     );
     assert_eq!((workers[0].next_hint(), workers[1].next_hint()), (None, None));
     workers[0].rearm_load_monitor(1).unwrap();
-    bench.poll(50);
-    bench.engine.check_monitors(64);
+    test_engine.poll(50);
+    test_engine.engine.check_monitors(64);
     assert!(workers[0].next_hint().is_some());
     // The worker ends before it acts: its hint is not in flight then.
     let [first, mut second] = workers;
     drop(first);
-    bench.check_workers(65);
-    assert_eq!(bench.counters(1).lost, 2);
-    bench.engine.check_monitors(80);
+    test_engine.check_workers(65);
+    assert_eq!(test_engine.counters(1).lost, 2);
+    test_engine.engine.check_monitors(80);
     assert_eq!(second.next_hint().map(|hint| hint.hint), Some(LoadHint::ScaleUp));
-    let down = ScaleDownCondition { epoch, threshold: 0, calm_epochs: 1 };
-    second.enable_load_monitor(0, HintTrigger::ScaleDown(down)).unwrap();
-    bench.poll(81);
+    let scale_down_condition =
+        ScaleDownCondition { epoch: monitor_epoch, max_calm_queue_length: 0, required_calm_epochs: 1 };
+    second.enable_load_monitor(0, HintTrigger::ScaleDown(scale_down_condition)).unwrap();
+    test_engine.poll(81);
     drop(second);
-    bench.check_workers(82);
-    bench.engine.check_monitors(97);
-    assert_eq!(bench.engine.core_counters().hints, 3, "no core runs service 0: nothing is sent");
+    test_engine.check_workers(82);
+    test_engine.engine.check_monitors(97);
+    assert_eq!(test_engine.engine.core_counters().sent_hints, 3, "no core runs service 0: nothing is sent");
 }
 
 #[test]
-fn rate_limit_holds_requests_back() {
-    let mut limited = config();
-    limited.scheduler.queues[0].member.limit = Some(RateLimit { interval: 100, burst: 1 });
-    let mut bench = TestEngine::new(&limited);
-    let runtime = bench.runtime();
-    let _worker = bench.worker(&runtime, 0);
-    (0..2).for_each(|_| bench.submit(1000, 0, b"x"));
-    assert_eq!((bench.outstanding(), bench.engine.next_timer_ns(1000)), ([1, 0], Some(1100)));
-    bench.engine.dispatch_waiting(1099);
-    assert_eq!(bench.outstanding(), [1, 0]);
-    bench.engine.dispatch_waiting(1100);
-    assert_eq!(bench.outstanding(), [2, 0]);
+fn rate_limit_delays_requests() {
+    let mut limited_config = engine_config();
+    limited_config.scheduler.queues[0].member.limit = Some(RateLimit { interval: 100, burst: 1 });
+    let mut test_engine = TestEngine::new(&limited_config);
+    let runtime = test_engine.connect_runtime();
+    let _worker = test_engine.attach_serving_worker(&runtime, 0);
+    (0..2).for_each(|_| test_engine.submit(1000, 0, b"x"));
+    assert_eq!((test_engine.outstanding_by_core(), test_engine.engine.next_timer_ns(1000)), ([1, 0], Some(1100)));
+    test_engine.engine.dispatch_waiting(1099);
+    assert_eq!(test_engine.outstanding_by_core(), [1, 0]);
+    test_engine.engine.dispatch_waiting(1100);
+    assert_eq!(test_engine.outstanding_by_core(), [2, 0]);
 }
 
 #[test]
-fn worker_with_damaged_queues_is_released() {
+fn core_of_a_worker_with_damaged_queues_is_released() {
     use std::os::unix::fs::FileExt as _;
-    let mut bench = TestEngine::new(&config());
-    let runtime = bench.runtime();
-    let mut worker = bench.worker(&runtime, 0);
+    let mut test_engine = TestEngine::new(&engine_config());
+    let runtime = test_engine.connect_runtime();
+    let mut worker = test_engine.attach_serving_worker(&runtime, 0);
     // The orchestrator reads the worker's cursor when the queue looks full.
-    for _ in 0..config().rank_bound.get().next_power_of_two() {
-        bench.submit(1, 0, b"x");
+    for _ in 0..engine_config().rank_bound.get().next_power_of_two() {
+        test_engine.submit(1, 0, b"x");
         let request = worker.take_request().unwrap().unwrap();
         worker.respond(&request, b"y").unwrap();
-        bench.poll(2);
+        test_engine.poll(2);
     }
     // The header, 64 services, and three lines of the core come before the worker's heads.
-    let file = std::fs::OpenOptions::new().write(true).open(&bench.path).unwrap();
+    let file = std::fs::OpenOptions::new().write(true).open(&test_engine.memory_path).unwrap();
     file.write_all_at(&(1u32 << 31).to_ne_bytes(), 64 * 68).unwrap();
-    bench.submit(3, 0, b"x");
-    let error = worker.serve(&Echo, ServeOptions::default(), &AtomicBool::new(false)).unwrap_err();
+    test_engine.submit(3, 0, b"x");
+    let error = worker.serve(&EchoHandler, ServeOptions::default(), &AtomicBool::new(false)).unwrap_err();
     assert!(matches!(error, RuntimeError::WorkerReleased(0)), "{error}");
-    assert_eq!((bench.engine.core_counters().damaged_queues, bench.counters(0).rejected), (1, 1));
+    assert_eq!((test_engine.engine.core_counters().damaged_queues, test_engine.counters(0).rejected), (1, 1));
     drop(worker);
-    let _next = bench.worker(&runtime, 0);
-    bench.submit(3, 0, b"x");
-    assert_eq!(bench.outstanding(), [1, 0], "the next worker adopts the cursors");
+    let _next_worker = test_engine.attach_serving_worker(&runtime, 0);
+    test_engine.submit(3, 0, b"x");
+    assert_eq!(test_engine.outstanding_by_core(), [1, 0], "the next worker adopts the cursors");
 }

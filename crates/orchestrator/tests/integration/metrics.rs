@@ -12,9 +12,9 @@ use coreward_orchestrator::engine::CoreCounters;
 use coreward_orchestrator::intake::RequestIntake;
 use coreward_orchestrator::report::{OrchestratorStatus, SharedStatus};
 
-use crate::engine::TIMEOUT;
+use crate::engine::WAIT_TIMEOUT;
 
-fn scrape(address: SocketAddr) -> String {
+fn scrape_metrics(address: SocketAddr) -> String {
     let mut connection = TcpStream::connect(address).unwrap();
     connection.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").unwrap();
     let mut text = String::new();
@@ -23,28 +23,28 @@ fn scrape(address: SocketAddr) -> String {
 }
 
 #[test]
-fn metrics_show_requests_that_wait() {
+fn metrics_show_waiting_requests() {
     let directory = tempfile::tempdir().unwrap();
-    let listen = UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    let metrics = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    let memory = directory.path().join("cores").display().to_string();
+    let service_address = UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let metrics_address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let memory_path = directory.path().join("cores").display().to_string();
     let text = format!(
-        "memory = \"{memory}\"\ncores = 2\nmetrics = \"{metrics}\"\n\
-         [[service]]\nlisten = \"{listen}\"\nmatch = {{ value = 1 }}\npriority = 1\n"
+        "memory = \"{memory_path}\"\ncores = 2\nmetrics = \"{metrics_address}\"\n\
+         [[service]]\nlisten = \"{service_address}\"\nmatch = {{ value = 1 }}\npriority = 1\n"
     );
     let config = Config::parse(&Source::from_text("orchestrate.toml", &text)).unwrap();
     let mut daemon = Daemon::start(&config, RequestIntake::default()).unwrap();
     let client = UdpSocket::bind("127.0.0.1:0").unwrap();
     for request in [&[1, 2][..], &[9], &[1]] {
-        client.send_to(request, listen).unwrap();
+        client.send_to(request, service_address).unwrap();
     }
     let stop = AtomicBool::new(false);
-    let found = std::thread::scope(|scope| {
+    let served_metrics = std::thread::scope(|scope| {
         scope.spawn(|| daemon.run(&stop).unwrap());
         let started = Instant::now();
-        let mut text = scrape(metrics);
-        while !text.contains("event=\"unclassified\"} 1") && started.elapsed() < TIMEOUT {
-            text = scrape(metrics);
+        let mut text = scrape_metrics(metrics_address);
+        while !text.contains("event=\"unclassified\"} 1") && started.elapsed() < WAIT_TIMEOUT {
+            text = scrape_metrics(metrics_address);
         }
         stop.store(true, Relaxed);
         text
@@ -56,36 +56,36 @@ fn metrics_show_requests_that_wait() {
         "coreward_orchestrate_outstanding_requests{service=\"0\"} 0",
         "coreward_orchestrate_workers 0",
     ] {
-        assert!(found.contains(line), "{line} in {found}");
+        assert!(served_metrics.contains(line), "{line} in {served_metrics}");
     }
 }
 
 #[test]
-fn report_is_made_on_request_only() {
-    let report = |workers| OrchestratorStatus {
+fn status_is_collected_only_on_request() {
+    let status_with_workers = |workers| OrchestratorStatus {
         services: Vec::new(),
         cores: CoreCounters::default(),
-        workers,
-        intake: RequestIntake::default().status(),
-        unclassified: 0,
-        unsent: 0,
+        attached_workers: workers,
+        intake_status: RequestIntake::default().status(),
+        unclassified_datagrams: 0,
+        unsent_responses: 0,
     };
-    let (shared, mut made) = (SharedStatus::new(report(0)), 0);
-    let mut publish = || {
+    let (shared, mut made) = (SharedStatus::new(status_with_workers(0)), 0);
+    let mut publish_status = || {
         shared.publish(|| {
             made += 1;
-            report(made)
+            status_with_workers(made)
         })
     };
-    publish();
-    let requested = std::thread::scope(|scope| {
+    publish_status();
+    let requested_status = std::thread::scope(|scope| {
         let request = scope.spawn(|| shared.request());
         while !request.is_finished() {
-            publish();
+            publish_status();
             std::thread::yield_now();
         }
         request.join().unwrap()
     });
-    publish();
-    assert_eq!((requested.workers, made), (1, 1));
+    publish_status();
+    assert_eq!((requested_status.attached_workers, made), (1, 1));
 }

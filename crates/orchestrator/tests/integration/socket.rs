@@ -3,63 +3,63 @@
 use std::net::SocketAddrV4;
 use std::time::Instant;
 
-use coreward_orchestrator::socket::{BATCH, BatchSocket};
+use coreward_orchestrator::socket::{BatchSocket, MAX_BATCH_DATAGRAMS};
 
-use crate::engine::TIMEOUT;
+use crate::engine::WAIT_TIMEOUT;
 
-const MAX_BYTES: usize = 100;
+const MAX_DATAGRAM_BYTES: usize = 100;
 
-fn socket() -> BatchSocket {
-    BatchSocket::bind("127.0.0.1:0".parse().unwrap(), MAX_BYTES).unwrap()
+fn bind_loopback_socket() -> BatchSocket {
+    BatchSocket::bind("127.0.0.1:0".parse().unwrap(), MAX_DATAGRAM_BYTES).unwrap()
 }
 
 /// Receives batches until `count` datagrams have arrived. Returns the lengths of the batches, and the datagrams.
-fn receive(socket: &mut BatchSocket, from: SocketAddrV4, count: usize) -> (Vec<usize>, Vec<Vec<u8>>) {
+fn receive_datagrams(socket: &mut BatchSocket, from: SocketAddrV4, count: usize) -> (Vec<usize>, Vec<Vec<u8>>) {
     let (mut batches, mut datagrams, started) = (Vec::new(), Vec::new(), Instant::now());
     while datagrams.len() < count {
-        assert!(started.elapsed() < TIMEOUT, "{} of {count} datagrams have arrived", datagrams.len());
-        let mut accept = |sender, payload: &[u8]| {
+        assert!(started.elapsed() < WAIT_TIMEOUT, "{} of {count} datagrams have arrived", datagrams.len());
+        let mut record_datagram = |sender, payload: &[u8]| {
             assert_eq!(sender, from);
             datagrams.push(payload.to_vec());
         };
-        batches.push(socket.receive(&mut accept).unwrap());
+        batches.push(socket.receive(&mut record_datagram).unwrap());
     }
     (batches, datagrams)
 }
 
 #[test]
-fn batches_arrive_whole_and_in_order() {
-    let (mut client, mut server) = (socket(), socket());
+fn batches_arrive_completely_and_in_order() {
+    let (mut client, mut server) = (bind_loopback_socket(), bind_loopback_socket());
     let (from, to) = (client.local_address().unwrap(), server.local_address().unwrap());
     assert_eq!(server.receive(&mut |_, _| panic!("nothing was sent")).unwrap(), 0);
     // Every length from 0 to one that is too long.
-    let sent: Vec<Vec<u8>> = (0..=MAX_BYTES + 1).map(|length| vec![length as u8; length]).collect();
-    sent.iter().for_each(|payload| client.send(to, payload));
+    let sent_payloads: Vec<Vec<u8>> = (0..=MAX_DATAGRAM_BYTES + 1).map(|length| vec![length as u8; length]).collect();
+    sent_payloads.iter().for_each(|payload| client.send(to, payload));
     client.flush();
-    let (batches, received) = receive(&mut server, from, sent.len());
-    assert_eq!(batches[..3], [BATCH; 3]);
-    assert_eq!((received, client.unsent()), (sent, 0));
+    let (batches, received) = receive_datagrams(&mut server, from, sent_payloads.len());
+    assert_eq!(batches[..3], [MAX_BATCH_DATAGRAMS; 3]);
+    assert_eq!((received, client.unsent_count()), (sent_payloads, 0));
 }
 
 #[test]
-fn datagram_longer_than_its_memory_is_one_byte_longer_than_allowed() {
-    let (mut client, mut server) = (socket(), socket());
-    client.send(server.local_address().unwrap(), &[1; 2 * MAX_BYTES]);
+fn too_long_datagram_is_cut_to_one_byte_more_than_allowed() {
+    let (mut client, mut server) = (bind_loopback_socket(), bind_loopback_socket());
+    client.send(server.local_address().unwrap(), &[1; 2 * MAX_DATAGRAM_BYTES]);
     client.flush();
-    let (_, received) = receive(&mut server, client.local_address().unwrap(), 1);
-    assert_eq!(received, [vec![1; MAX_BYTES + 1]]);
+    let (_, received) = receive_datagrams(&mut server, client.local_address().unwrap(), 1);
+    assert_eq!(received, [vec![1; MAX_DATAGRAM_BYTES + 1]]);
 }
 
 #[test]
-fn datagram_that_the_kernel_refuses_is_counted_alone() {
-    let (mut client, mut server) = (socket(), socket());
+fn only_the_datagram_that_the_kernel_rejects_is_counted_as_unsent() {
+    let (mut client, mut server) = (bind_loopback_socket(), bind_loopback_socket());
     let to = server.local_address().unwrap();
     // Port 0 is no destination.
-    let nowhere = SocketAddrV4::new(*to.ip(), 0);
-    for (to, payload) in [(to, b"a"), (nowhere, b"b"), (nowhere, b"c"), (to, b"d")] {
+    let invalid_destination = SocketAddrV4::new(*to.ip(), 0);
+    for (to, payload) in [(to, b"a"), (invalid_destination, b"b"), (invalid_destination, b"c"), (to, b"d")] {
         client.send(to, payload);
     }
     client.flush();
-    let (_, received) = receive(&mut server, client.local_address().unwrap(), 2);
-    assert_eq!((received, client.unsent()), (vec![b"a".to_vec(), b"d".to_vec()], 2));
+    let (_, received) = receive_datagrams(&mut server, client.local_address().unwrap(), 2);
+    assert_eq!((received, client.unsent_count()), (vec![b"a".to_vec(), b"d".to_vec()], 2));
 }

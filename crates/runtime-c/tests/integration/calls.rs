@@ -14,14 +14,14 @@ use coreward_runtime_c::{
     coreward_taken_free, coreward_worker_free, coreward_worker_new,
 };
 
-use crate::server::{StopOnDrop, TIMEOUT, client, orchestrator};
+use crate::server::{StopOnDrop, TIMEOUT, connected_client, start_one_service_orchestrator};
 
 fn last_error() -> String {
     // SAFETY: the text is valid until the next error of this thread.
     unsafe { CStr::from_ptr(coreward_last_error()) }.to_str().unwrap().to_owned()
 }
 
-fn connect(memory: &Path) -> *mut Runtime {
+fn connect_runtime(memory: &Path) -> *mut Runtime {
     let path = CString::new(memory.to_str().unwrap()).unwrap();
     // SAFETY: a string with a zero byte at its end.
     let runtime = unsafe { coreward_connect(path.as_ptr()) };
@@ -31,11 +31,11 @@ fn connect(memory: &Path) -> *mut Runtime {
 
 #[test]
 fn null_pointers_and_wrong_values_are_rejected() {
-    let rejected = "a null pointer: expected";
+    let expected_prefix = "a null pointer: expected";
     // SAFETY: null pointers are permitted everywhere.
     unsafe {
-        assert!(coreward_connect(null()).is_null() && last_error().starts_with(rejected));
-        assert!(coreward_worker_new(null(), 0).is_null() && last_error().starts_with(rejected));
+        assert!(coreward_connect(null()).is_null() && last_error().starts_with(expected_prefix));
+        assert!(coreward_worker_new(null(), 0).is_null() && last_error().starts_with(expected_prefix));
         assert_eq!((coreward_cores(null()), coreward_payload_bytes(null())), (0, 0));
         assert_eq!(coreward_enable_service(null_mut(), 0, 0), -1);
         assert_eq!(coreward_serve(null_mut(), None, null_mut(), null(), null_mut()), -1);
@@ -48,33 +48,33 @@ fn null_pointers_and_wrong_values_are_rejected() {
 }
 
 #[test]
-fn server_with_its_own_scheduler_takes_and_responds() {
+fn server_with_its_own_scheduler_takes_and_answers_requests() {
     let directory = tempfile::tempdir().unwrap();
     let memory = directory.path().join("cores");
-    let (mut daemon, listen) = orchestrator(&memory);
+    let (mut daemon, listen) = start_one_service_orchestrator(&memory);
     let SocketAddr::V4(address) = listen else { unreachable!("an IPv4 address") };
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let _end = StopOnDrop(&stop);
         scope.spawn(|| daemon.run(&stop).unwrap());
-        let runtime = connect(&memory);
-        let client = client(listen);
+        let runtime = connect_runtime(&memory);
+        let client = connected_client(listen);
         // SAFETY: the objects are used by this thread alone, and freed once.
         unsafe {
-            let host = address.ip().to_bits();
-            assert_eq!(coreward_register_service(runtime, 0, host, 1, 0), -1);
+            let address_bits = address.ip().to_bits();
+            assert_eq!(coreward_register_service(runtime, 0, address_bits, 1, 0), -1);
             assert!(last_error().contains(&address.to_string()), "{}", last_error());
-            assert_eq!(coreward_register_service(runtime, 0, host, address.port(), 0), 0, "{}", last_error());
+            assert_eq!(coreward_register_service(runtime, 0, address_bits, address.port(), 0), 0, "{}", last_error());
             let worker = coreward_worker_new(runtime, 1);
             assert_eq!(coreward_enable_service(worker, 0, 1), 0, "{}", last_error());
             assert_eq!(coreward_enable_scale_up(worker, 0, 0), -1);
             assert_eq!(coreward_next_hint(worker, &mut Hint::default()), 0);
             client.send(b"ping").unwrap();
             let (mut service, mut payload, mut length, mut error) = (9, null(), 0, 0);
-            let started = Instant::now();
+            let start = Instant::now();
             let request = loop {
                 let found = coreward_take_request(worker, &mut service, &mut payload, &mut length, &mut error);
-                assert!(error == 0 && started.elapsed() < TIMEOUT, "{}", last_error());
+                assert!(error == 0 && start.elapsed() < TIMEOUT, "{}", last_error());
                 if !found.is_null() {
                     break found;
                 }

@@ -1,15 +1,18 @@
 //! The committed header against the one that build.rs makes from the source.
 
 /// Environment variable: if it is set, the test first writes the header.
-const WRITE: &str = "COREWARD_WRITE_HEADER";
+const WRITE_HEADER_VARIABLE: &str = "COREWARD_WRITE_HEADER";
 
 #[test]
-fn header_declares_the_interface() {
-    let made = include_str!(concat!(env!("OUT_DIR"), "/coreward_runtime.h"));
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/include/coreward_runtime.h");
-    if std::env::var_os(WRITE).is_some() {
-        std::fs::write(path, made).unwrap();
+fn committed_header_matches_the_source() {
+    let generated_header = include_str!(concat!(env!("OUT_DIR"), "/coreward_runtime.h"));
+    let header_path = concat!(env!("CARGO_MANIFEST_DIR"), "/include/coreward_runtime.h");
+    if std::env::var_os(WRITE_HEADER_VARIABLE).is_some() {
+        std::fs::write(header_path, generated_header).unwrap();
     }
-    let committed = std::fs::read_to_string(path).unwrap_or_default();
-    assert!(committed == made, "{path}: differs from the source; write it by {WRITE}=1");
+    let committed_header = std::fs::read_to_string(header_path).unwrap_or_default();
+    assert!(
+        committed_header == generated_header,
+        "{header_path}: differs from the source; write it by {WRITE_HEADER_VARIABLE}=1"
+    );
 }

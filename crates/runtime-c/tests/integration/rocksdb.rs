@@ -6,16 +6,19 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::atomic::AtomicBool;
 
-use crate::server::{StopOnDrop, ask, client, compile, end, free_address, orchestrator_of};
+use crate::server::{
+    StopOnDrop, compile_example, connected_client, request_until_answered, start_orchestrator, stop_server,
+    unused_udp_address,
+};
 
 const GET: u8 = 1;
 const PUT: u8 = 2;
 const SCAN: u8 = 128;
-const NOT_FOUND: u8 = 1;
+const STATUS_NOT_FOUND: u8 = 1;
 
-type Pairs = Vec<(String, Vec<u8>)>;
+type KeyValuePairs = Vec<(String, Vec<u8>)>;
 
-fn datagram(request_type: u8, id: u32, key: &str, value: &[u8]) -> Vec<u8> {
+fn request_datagram(request_type: u8, id: u32, key: &str, value: &[u8]) -> Vec<u8> {
     let mut bytes = vec![request_type, key.len() as u8];
     bytes.extend((value.len() as u16).to_le_bytes());
     bytes.extend(id.to_le_bytes());
@@ -25,17 +28,18 @@ fn datagram(request_type: u8, id: u32, key: &str, value: &[u8]) -> Vec<u8> {
     bytes
 }
 
-struct Client {
+struct KeyValueClient {
     socket: UdpSocket,
     next_id: Cell<u32>,
 }
 
-impl Client {
+impl KeyValueClient {
     /// Sends a request, and returns the status and the pairs of the response.
-    fn call(&self, request_type: u8, key: &str, value: &[u8]) -> (u8, Pairs) {
+    fn send_request(&self, request_type: u8, key: &str, value: &[u8]) -> (u8, KeyValuePairs) {
         let id = self.next_id.replace(self.next_id.get() + 1);
         let is_response = |response: &[u8]| response[4..8] == id.to_le_bytes();
-        let response = ask(&self.socket, &datagram(request_type, id, key, value), is_response);
+        let response =
+            request_until_answered(&self.socket, &request_datagram(request_type, id, key, value), is_response);
         assert_eq!((response[0], &response[8..10]), (request_type, &[0, 1][..]));
         let (mut rest, mut pairs) = (&response[12..], Vec::new());
         for _ in 0..u16::from_le_bytes([response[10], response[11]]) {
@@ -50,17 +54,17 @@ impl Client {
         (response[1], pairs)
     }
 
-    fn check_keys(&self) {
-        assert_eq!(self.call(GET, "key3", b""), (0, vec![pair(3)]));
-        assert_eq!(self.call(GET, "key", b""), (NOT_FOUND, vec![]));
-        assert_eq!(self.call(SCAN + 3, "key2", b""), (0, (2..5).map(pair).collect()));
-        assert_eq!(self.call(SCAN + 127, "key8", b""), (0, (8..10).map(pair).collect()));
+    fn assert_stored_keys(&self) {
+        assert_eq!(self.send_request(GET, "key3", b""), (0, vec![key_value_pair(3)]));
+        assert_eq!(self.send_request(GET, "key", b""), (STATUS_NOT_FOUND, vec![]));
+        assert_eq!(self.send_request(SCAN + 3, "key2", b""), (0, (2..5).map(key_value_pair).collect()));
+        assert_eq!(self.send_request(SCAN + 127, "key8", b""), (0, (8..10).map(key_value_pair).collect()));
         // Four pairs of 308 bytes fit a datagram of 1472.
-        assert_eq!(self.call(SCAN + 127, "", b""), (0, (0..4).map(pair).collect()));
+        assert_eq!(self.send_request(SCAN + 127, "", b""), (0, (0..4).map(key_value_pair).collect()));
     }
 }
 
-fn pair(number: u8) -> (String, Vec<u8>) {
+fn key_value_pair(number: u8) -> (String, Vec<u8>) {
     (format!("key{number}"), vec![number; 300])
 }
 
@@ -71,14 +75,14 @@ fn rocksdb_server_keeps_keys_across_a_restart() {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
-    let (memory, listen) = (directory.path().join("cores"), free_address());
+    let (memory, listen) = (directory.path().join("cores"), unused_udp_address());
     let services = format!(
         "[[service]]\nlisten = \"{listen}\"\nmatch = {{ value = 1 }}\n\
          [[service]]\nlisten = \"{listen}\"\npriority = 1\n"
     );
-    let mut daemon = orchestrator_of(&memory, &services);
-    let program = compile(directory.path(), "rocksdb", &["-lrocksdb"]);
-    let start = || {
+    let mut daemon = start_orchestrator(&memory, &services);
+    let program = compile_example(directory.path(), "rocksdb", &["-lrocksdb"]);
+    let start_server = || {
         let mut server = Command::new(&program);
         server.arg(&memory).args(["127.0.0.1", &listen.port().to_string()]).arg(directory.path().join("database"));
         server.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
@@ -87,22 +91,22 @@ fn rocksdb_server_keeps_keys_across_a_restart() {
     std::thread::scope(|scope| {
         let _end = StopOnDrop(&stop);
         scope.spawn(|| daemon.run(&stop).unwrap());
-        let server = start();
-        let client = Client { socket: client(listen), next_id: Cell::new(0) };
-        for (key, value) in (0..10).map(pair) {
-            assert_eq!(client.call(PUT, &key, &value), (0, vec![]));
+        let server = start_server();
+        let client = KeyValueClient { socket: connected_client(listen), next_id: Cell::new(0) };
+        for (key, value) in (0..10).map(key_value_pair) {
+            assert_eq!(client.send_request(PUT, &key, &value), (0, vec![]));
         }
         // No request: its lengths differ from its header.
-        client.socket.send(&datagram(GET, 1, "key3", b"")[..14]).unwrap();
-        client.check_keys();
-        assert_ended(end(server));
-        let server = start();
-        client.check_keys();
-        assert_ended(end(server));
+        client.socket.send(&request_datagram(GET, 1, "key3", b"")[..14]).unwrap();
+        client.assert_stored_keys();
+        assert_clean_exit(stop_server(server));
+        let server = start_server();
+        client.assert_stored_keys();
+        assert_clean_exit(stop_server(server));
     });
 }
 
-fn assert_ended(output: std::process::Output) {
+fn assert_clean_exit(output: std::process::Output) {
     let [printed, errors] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text).into_owned());
     assert!(output.status.success() && errors.is_empty(), "{printed}{errors}");
     assert!(printed.lines().count() == 2 && printed.contains("requests"), "{printed}");

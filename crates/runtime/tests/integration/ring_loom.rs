@@ -21,21 +21,21 @@ impl Cursor for LoomCursor {
 }
 
 /// Ring for loom, which fails when threads access a slot at once, or without synchronisation.
-struct Ring {
+struct LoomRing {
     head: LoomCursor,
     tail: LoomCursor,
     sequences: [LoomCursor; SLOT_COUNT],
     slots: [UnsafeCell<u32>; SLOT_COUNT],
 }
 
-impl Ring {
+impl LoomRing {
     fn new() -> Self {
-        let cursor = || LoomCursor(AtomicU32::new(0));
-        let slots = [UnsafeCell::new(0), UnsafeCell::new(0)];
-        Self { head: cursor(), tail: cursor(), sequences: [cursor(), cursor()], slots }
+        let zero_cursor = || LoomCursor(AtomicU32::new(0));
+        let empty_slots = [UnsafeCell::new(0), UnsafeCell::new(0)];
+        Self { head: zero_cursor(), tail: zero_cursor(), sequences: [zero_cursor(), zero_cursor()], slots: empty_slots }
     }
 
-    fn push(&self, producer: &mut Producer, value: u32) -> bool {
+    fn push_value(&self, producer: &mut Producer, value: u32) -> bool {
         let Some(slot) = producer.free_slot(&self.head).unwrap() else { return false };
         // SAFETY: the slot is the producer's until it is published, which loom checks.
         self.slots[slot as usize].with_mut(|slot| unsafe { *slot = value });
@@ -43,10 +43,10 @@ impl Ring {
         true
     }
 
-    fn pop(&self, consumer: &mut Consumer) -> Option<u32> {
-        let slot = consumer.oldest_slot(|slot| &self.sequences[slot as usize])?;
+    fn pop_value(&self, consumer: &mut Consumer) -> Option<u32> {
+        let oldest_slot = consumer.oldest_slot(|slot| &self.sequences[slot as usize])?;
         // SAFETY: the slot is the consumer's until it is returned, which loom checks.
-        let value = self.slots[slot as usize].with(|slot| unsafe { *slot });
+        let value = self.slots[oldest_slot as usize].with(|slot| unsafe { *slot });
         consumer.advance();
         consumer.publish(&self.head);
         Some(value)
@@ -56,17 +56,17 @@ impl Ring {
 #[test]
 fn values_arrive_once_and_in_order() {
     loom::model(|| {
-        let ring = Arc::new(Ring::new());
-        let shared = ring.clone();
-        let sender = thread::spawn(move || {
+        let ring = Arc::new(LoomRing::new());
+        let shared_ring = ring.clone();
+        let producer_thread = thread::spawn(move || {
             let mut producer = Producer::new(SLOT_COUNT as u32, 0);
-            (1..=4).fold(0, |sent, _| sent + u32::from(shared.push(&mut producer, sent + 1)))
+            (1..=4).fold(0, |sent, _| sent + u32::from(shared_ring.push_value(&mut producer, sent + 1)))
         });
         let mut consumer = Consumer::new(SLOT_COUNT as u32, 0);
-        let mut received: Vec<u32> = (0..4).filter_map(|_| ring.pop(&mut consumer)).collect();
-        let sent = sender.join().unwrap();
-        received.extend(std::iter::from_fn(|| ring.pop(&mut consumer)));
-        assert!(sent >= SLOT_COUNT as u32);
-        assert_eq!(received, Vec::from_iter(1..=sent), "all that was sent, once, in order");
+        let mut received_values: Vec<u32> = (0..4).filter_map(|_| ring.pop_value(&mut consumer)).collect();
+        let sent_count = producer_thread.join().unwrap();
+        received_values.extend(std::iter::from_fn(|| ring.pop_value(&mut consumer)));
+        assert!(sent_count >= SLOT_COUNT as u32);
+        assert_eq!(received_values, Vec::from_iter(1..=sent_count), "all that was sent, once, in order");
     });
 }

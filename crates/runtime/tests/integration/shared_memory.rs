@@ -12,51 +12,51 @@ use coreward_runtime::message::{HintMessage, HintTrigger, Message};
 use coreward_runtime::worker::{Runtime, Worker};
 use coreward_runtime::{RuntimeError, ServiceEntry};
 
-pub const GEOMETRY: Geometry = Geometry { core_count: 2, priority_count: 2, slots: 4, slot_bytes: 128 };
-const CLIENT: &str = "192.0.2.1:9";
+pub const TEST_GEOMETRY: Geometry = Geometry { core_count: 2, priority_count: 2, slots_per_queue: 4, slot_bytes: 128 };
+const CLIENT_ADDRESS: &str = "192.0.2.1:9";
 
-pub fn address(port: u16) -> SocketAddrV4 {
+pub fn loopback_address(port: u16) -> SocketAddrV4 {
     SocketAddrV4::new([127, 0, 0, 1].into(), port)
 }
 
 /// Creates an orchestrator with two services, in a temporary directory.
-pub fn orchestrator() -> (tempfile::TempDir, PathBuf, CoreQueues) {
+pub fn create_orchestrator() -> (tempfile::TempDir, PathBuf, CoreQueues) {
     let directory = tempfile::tempdir().unwrap();
-    let path = directory.path().join("cores");
-    let services = [0, 1].map(|priority| ServiceEntry { address: address(4000), priority });
-    let queues = CoreQueues::create(&path, GEOMETRY, &services).unwrap();
-    (directory, path, queues)
+    let memory_path = directory.path().join("cores");
+    let service_entries = [0, 1].map(|priority| ServiceEntry { address: loopback_address(4000), priority });
+    let queues = CoreQueues::create(&memory_path, TEST_GEOMETRY, &service_entries).unwrap();
+    (directory, memory_path, queues)
 }
 
 /// Attaches a worker while the orchestrator polls for it and accepts it.
 pub fn attach_worker<'a>(queues: &mut CoreQueues, runtime: &'a Runtime, core: u16) -> Worker<'a> {
     std::thread::scope(|scope| {
-        let worker = scope.spawn(|| runtime.worker(core));
+        let worker_thread = scope.spawn(|| runtime.attach_worker(core));
         while !queues.has_new_worker(core) {
             std::thread::yield_now();
         }
         queues.accept_worker(core);
-        worker.join().unwrap().unwrap()
+        worker_thread.join().unwrap().unwrap()
     })
 }
 
-pub fn request(service: u8) -> RequestHeader {
-    RequestHeader { client: CLIENT.parse().unwrap(), service, arrived_ns: 1 }
+pub fn request_header(service: u8) -> RequestHeader {
+    RequestHeader { client: CLIENT_ADDRESS.parse().unwrap(), service, arrived_ns: 1 }
 }
 
 pub fn receive_all_messages(queues: &mut CoreQueues, core: u16) -> Vec<Message> {
-    let mut received = Vec::new();
-    queues.receive_messages(core, 100, |message| received.push(message.unwrap()));
-    received
+    let mut received_messages = Vec::new();
+    queues.receive_messages(core, 100, |message| received_messages.push(message.unwrap()));
+    received_messages
 }
 
 #[test]
-fn interface_carries_calls_and_hints() {
-    let (_directory, path, mut queues) = orchestrator();
+fn calls_and_hints_reach_the_other_side() {
+    let (_directory, path, mut queues) = create_orchestrator();
     let runtime = Runtime::connect(&path).unwrap();
     let mut worker = attach_worker(&mut queues, &runtime, 1);
     assert!(queues.has_worker(1) && !queues.has_worker(0) && !queues.has_new_worker(1));
-    runtime.register_service(1, address(4000), 1).unwrap();
+    runtime.register_service(1, loopback_address(4000), 1).unwrap();
     let trigger = HintTrigger::ScaleUp(ScaleUpCondition { epoch: Epoch::power_of_two(14).unwrap() });
     worker.enable_service(1, 0).unwrap();
     worker.load_feedback(1, 0, 3).unwrap();
@@ -71,37 +71,37 @@ fn interface_carries_calls_and_hints() {
         Message::DisableService { service: 1, core: 0 },
     ];
     assert_eq!(receive_all_messages(&mut queues, 1), expected);
-    let hint = HintMessage { service: 1, hint: LoadHint::ScaleUp, waiting_services: 0b10 };
-    queues.send_hint(1, hint).unwrap();
-    assert_eq!((worker.next_hint(), worker.next_hint()), (Some(hint), None));
+    let hint_message = HintMessage { service: 1, hint: LoadHint::ScaleUp, waiting_services: 0b10 };
+    queues.send_hint(1, hint_message).unwrap();
+    assert_eq!((worker.next_hint(), worker.next_hint()), (Some(hint_message), None));
 }
 
 #[test]
-fn queues_are_bounded_and_requests_fit_a_slot() {
-    let (_directory, path, mut queues) = orchestrator();
+fn full_queues_and_too_long_requests_are_rejected() {
+    let (_directory, path, mut queues) = create_orchestrator();
     let runtime = Runtime::connect(&path).unwrap();
     let worker = attach_worker(&mut queues, &runtime, 0);
     let payload = [7; 96];
-    assert_eq!((GEOMETRY.payload_bytes(), runtime.payload_bytes()), (96, 96));
-    (0..4).for_each(|_| queues.send(0, 1, &request(1), &payload).unwrap());
+    assert_eq!((TEST_GEOMETRY.max_payload_bytes(), runtime.max_payload_bytes()), (96, 96));
+    (0..4).for_each(|_| queues.send(0, 1, &request_header(1), &payload).unwrap());
     assert_eq!((worker.load(1, 0), worker.load(0, 0), worker.load(1, 1)), (4, 0, 0));
-    let error = |sent: Result<(), RuntimeError>| sent.unwrap_err().to_string();
-    assert_eq!(error(queues.send(0, 1, &request(1), &payload)), "core 0: the ring of requests is full");
-    assert_eq!(error(queues.send(0, 0, &request(0), &[0; 97])), "97 bytes: a slot holds 96");
-    assert_eq!(error(queues.send(0, 2, &request(0), &[])), "priority 2: expected 0 to 1");
-    queues.send(0, 0, &request(0), &[0; 96]).unwrap();
+    let error_of = |sent: Result<(), RuntimeError>| sent.unwrap_err().to_string();
+    assert_eq!(error_of(queues.send(0, 1, &request_header(1), &payload)), "core 0: the ring of requests is full");
+    assert_eq!(error_of(queues.send(0, 0, &request_header(0), &[0; 97])), "97 bytes: a slot holds 96");
+    assert_eq!(error_of(queues.send(0, 2, &request_header(0), &[])), "priority 2: expected 0 to 1");
+    queues.send(0, 0, &request_header(0), &[0; 96]).unwrap();
     assert_eq!((worker.load(1, 0), worker.load(0, 0)), (4, 1));
 }
 
 #[test]
 fn new_worker_starts_with_empty_queues() {
-    let (_directory, path, mut queues) = orchestrator();
+    let (_directory, path, mut queues) = create_orchestrator();
     let runtime = Runtime::connect(&path).unwrap();
-    runtime.register_service(0, address(4000), 0).unwrap();
+    runtime.register_service(0, loopback_address(4000), 0).unwrap();
     for _ in 0..3 {
         let mut worker = attach_worker(&mut queues, &runtime, 0);
         assert_eq!(worker.load(0, 0), 0);
-        (0..3).for_each(|_| queues.send(0, 0, &request(0), b"lost").unwrap());
+        (0..3).for_each(|_| queues.send(0, 0, &request_header(0), b"lost").unwrap());
         worker.enable_service(0, 0).unwrap();
         assert_eq!(receive_all_messages(&mut queues, 0), [Message::EnableService { service: 0, core: 0 }]);
         worker.load_feedback(0, 0, 1).unwrap();
@@ -114,66 +114,67 @@ fn new_worker_starts_with_empty_queues() {
 
 #[test]
 fn calls_out_of_range_are_rejected() {
-    let (_directory, path, mut queues) = orchestrator();
+    let (_directory, path, mut queues) = create_orchestrator();
     let runtime = Runtime::connect(&path).unwrap();
     let other_process = Runtime::connect(&path).unwrap();
     let mut worker = attach_worker(&mut queues, &runtime, 0);
-    let text = |result: Result<(), RuntimeError>| result.unwrap_err().to_string();
-    let taken = other_process.worker(0).map(drop);
-    assert_eq!(text(taken), "core 0 has a worker already");
-    assert_eq!(text(runtime.worker(2).map(drop)), "core 2: expected 0 to 1");
-    let error = text(worker.enable_service(1, 0));
+    let error_of = |result: Result<(), RuntimeError>| result.unwrap_err().to_string();
+    let second_worker_result = other_process.attach_worker(0).map(drop);
+    assert_eq!(error_of(second_worker_result), "core 0 has a worker already");
+    assert_eq!(error_of(runtime.attach_worker(2).map(drop)), "core 2: expected 0 to 1");
+    let error = error_of(worker.enable_service(1, 0));
     assert_eq!(error, "core 0: service 1 is not registered");
-    runtime.register_service(1, address(4000), 1).unwrap();
+    runtime.register_service(1, loopback_address(4000), 1).unwrap();
     for runtime in [&runtime, &other_process] {
-        let error = text(runtime.register_service(1, address(4000), 1));
+        let error = error_of(runtime.register_service(1, loopback_address(4000), 1));
         assert_eq!(error, "service 1 is registered already");
     }
-    let register = |service, port, priority| text(runtime.register_service(service, address(port), priority));
-    assert_eq!(register(0, 4000, 2), "priority 2: expected 0 to 1");
-    assert_eq!(register(2, 4000, 0), "service 2: the orchestrator has 2 services");
+    let register_error =
+        |service, port, priority| error_of(runtime.register_service(service, loopback_address(port), priority));
+    assert_eq!(register_error(0, 4000, 2), "priority 2: expected 0 to 1");
+    assert_eq!(register_error(2, 4000, 0), "service 2: the orchestrator has 2 services");
     let expected = "service 0 at 127.0.0.1:4001 with priority 1: the orchestrator has 127.0.0.1:4000 with priority 0";
-    assert_eq!(register(0, 4001, 1), expected);
-    assert_eq!(text(worker.load_feedback(1, 2, 1)), "core 2: expected 0 to 1");
-    assert_eq!(text(worker.rearm_load_monitor(2)), "service 2: the orchestrator has 2 services");
+    assert_eq!(register_error(0, 4001, 1), expected);
+    assert_eq!(error_of(worker.load_feedback(1, 2, 1)), "core 2: expected 0 to 1");
+    assert_eq!(error_of(worker.rearm_load_monitor(2)), "service 2: the orchestrator has 2 services");
     assert_eq!(receive_all_messages(&mut queues, 0), []);
     drop(worker);
     // Workers of other processes may run the service while its registration lasts.
     let mut worker = attach_worker(&mut queues, &other_process, 0);
     worker.enable_service(1, 0).unwrap();
     drop(runtime);
-    assert_eq!(text(worker.enable_service(1, 0)), "core 0: service 1 is not registered");
-    other_process.register_service(1, address(4000), 1).unwrap();
+    assert_eq!(error_of(worker.enable_service(1, 0)), "core 0: service 1 is not registered");
+    other_process.register_service(1, loopback_address(4000), 1).unwrap();
     worker.enable_service(1, 0).unwrap();
 }
 
-fn connect_after_write(path: &Path, offset: u64, bytes: &[u8]) -> String {
+fn connect_error_after_write(path: &Path, offset: u64, bytes: &[u8]) -> String {
     let file = OpenOptions::new().read(true).write(true).open(path).unwrap();
-    let mut before = vec![0; bytes.len()];
-    file.read_exact_at(&mut before, offset).unwrap();
+    let mut original_bytes = vec![0; bytes.len()];
+    file.read_exact_at(&mut original_bytes, offset).unwrap();
     file.write_all_at(bytes, offset).unwrap();
     let error = Runtime::connect(path).unwrap_err().to_string();
-    file.write_all_at(&before, offset).unwrap();
+    file.write_all_at(&original_bytes, offset).unwrap();
     error
 }
 
 #[test]
-fn memory_of_others_is_rejected() {
-    let (directory, path, queues) = orchestrator();
-    assert_eq!(connect_after_write(&path, 0, b"x"), "not the memory of an orchestrator");
-    let version = "layout version 9: expected 2; run both sides from one release";
-    assert_eq!(connect_after_write(&path, 8, &9u32.to_ne_bytes()), version);
-    let error = connect_after_write(&path, 12, &4_000_000u32.to_ne_bytes());
+fn memory_with_another_owner_version_or_size_is_rejected() {
+    let (directory, path, queues) = create_orchestrator();
+    assert_eq!(connect_error_after_write(&path, 0, b"x"), "not the memory of an orchestrator");
+    let version_error = "layout version 9: expected 2; run both sides from one release";
+    assert_eq!(connect_error_after_write(&path, 8, &9u32.to_ne_bytes()), version_error);
+    let error = connect_error_after_write(&path, 12, &4_000_000u32.to_ne_bytes());
     assert!(error.starts_with("the memory belongs to user 4000000: expected user "), "{error}");
-    let error = connect_after_write(&path, 24, &1u32.to_ne_bytes());
-    let expected = Geometry { core_count: 1, ..GEOMETRY }.segment_bytes();
-    assert_eq!(error, format!("{} bytes of memory: expected {expected}", GEOMETRY.segment_bytes()));
-    assert_eq!(connect_after_write(&path, 24, &0u32.to_ne_bytes()), "cores 0: expected 1 to 256");
-    let second = CoreQueues::create(&path, GEOMETRY, &[]).unwrap_err();
-    assert_eq!(second.to_string(), "another orchestrator is running with this memory");
-    let short = directory.path().join("short");
-    std::fs::write(&short, b"coreward").unwrap();
-    assert_eq!(Runtime::connect(&short).unwrap_err().to_string(), "not the memory of an orchestrator");
+    let error = connect_error_after_write(&path, 24, &1u32.to_ne_bytes());
+    let expected = Geometry { core_count: 1, ..TEST_GEOMETRY }.segment_bytes();
+    assert_eq!(error, format!("{} bytes of memory: expected {expected}", TEST_GEOMETRY.segment_bytes()));
+    assert_eq!(connect_error_after_write(&path, 24, &0u32.to_ne_bytes()), "cores 0: expected 1 to 256");
+    let second_orchestrator_error = CoreQueues::create(&path, TEST_GEOMETRY, &[]).unwrap_err();
+    assert_eq!(second_orchestrator_error.to_string(), "another orchestrator is running with this memory");
+    let short_path = directory.path().join("short");
+    std::fs::write(&short_path, b"coreward").unwrap();
+    assert_eq!(Runtime::connect(&short_path).unwrap_err().to_string(), "not the memory of an orchestrator");
     Runtime::connect(&path).unwrap();
     drop(queues);
     assert_eq!(Runtime::connect(&path).unwrap_err().to_string(), "the orchestrator is not running");
@@ -181,22 +182,26 @@ fn memory_of_others_is_rejected() {
 
 /// Tests that all pages exist: one that the file system cannot provide later would end the process by SIGBUS.
 #[test]
-fn memory_is_reserved_when_it_is_created() {
-    let (_directory, path, _queues) = orchestrator();
-    let reserved = std::fs::metadata(&path).unwrap().blocks() * 512;
-    assert!(reserved >= GEOMETRY.segment_bytes() as u64, "{reserved} of {} bytes", GEOMETRY.segment_bytes());
+fn space_of_the_memory_file_is_reserved_when_it_is_created() {
+    let (_directory, path, _queues) = create_orchestrator();
+    let reserved_bytes = std::fs::metadata(&path).unwrap().blocks() * 512;
+    assert!(
+        reserved_bytes >= TEST_GEOMETRY.segment_bytes() as u64,
+        "{reserved_bytes} of {} bytes",
+        TEST_GEOMETRY.segment_bytes()
+    );
 }
 
 #[test]
-fn worker_notices_that_the_orchestrator_is_gone() {
-    let (_directory, path, queues) = orchestrator();
+fn worker_detects_that_the_orchestrator_has_ended() {
+    let (_directory, path, queues) = create_orchestrator();
     let runtime = Runtime::connect(&path).unwrap();
     drop(queues);
-    assert!(matches!(runtime.worker(0), Err(RuntimeError::OrchestratorGone)));
-    let services = [ServiceEntry { address: address(4000), priority: 2 }];
-    let error = CoreQueues::create(&path, GEOMETRY, &services).unwrap_err();
+    assert!(matches!(runtime.attach_worker(0), Err(RuntimeError::OrchestratorGone)));
+    let service_entries = [ServiceEntry { address: loopback_address(4000), priority: 2 }];
+    let error = CoreQueues::create(&path, TEST_GEOMETRY, &service_entries).unwrap_err();
     assert_eq!(error.to_string(), "priority 2: expected 0 to 1");
-    let mut queues = CoreQueues::create(&path, GEOMETRY, &[]).unwrap();
+    let mut queues = CoreQueues::create(&path, TEST_GEOMETRY, &[]).unwrap();
     let runtime = Runtime::connect(&path).unwrap();
     drop(attach_worker(&mut queues, &runtime, 1));
 }

@@ -7,7 +7,7 @@ use super::*;
 use crate::model::ClientEvent;
 use crate::terminal::page_text;
 
-fn server(number: usize, state: &str) -> Value {
+fn server_json(number: usize, state: &str) -> Value {
     json!({
         "name": format!("s{number}"), "id": number, "address": "10.2.0.1", "state": state,
         "state_reason": if state == "draining" { "by `coreward drain`" } else { "" }, "state_for_ms": 17,
@@ -18,9 +18,9 @@ fn server(number: usize, state: &str) -> Value {
     })
 }
 
-fn status(servers: usize) -> Status {
+fn sample_status(servers: usize) -> Status {
     let state = |number: usize| if number == 3 { "draining" } else { "active" };
-    let servers: Vec<Value> = (1..=servers).map(|number| server(number, state(number))).collect();
+    let servers: Vec<Value> = (1..=servers).map(|number| server_json(number, state(number))).collect();
     let member = json!({"server": "s1", "state": "active", "reason": "", "state_for_ms": null, "checks": []});
     serde_json::from_value(json!({
         "configuration_generation": 3, "report_interval_ms": 100, "accepted_reports": 1, "refused_reports": {},
@@ -43,7 +43,7 @@ fn status(servers: usize) -> Status {
     .unwrap()
 }
 
-fn loads(uptime_ms: u64, servers: usize) -> Loads {
+fn sample_loads(uptime_ms: u64, servers: usize) -> Loads {
     let server = |number: usize| {
         json!({
             "name": format!("s{number}"), "cores": [0.1 * number as f64 / servers as f64, 0.95], "open_connections": 9,
@@ -59,32 +59,35 @@ fn loads(uptime_ms: u64, servers: usize) -> Loads {
     .unwrap()
 }
 
-fn seen(servers: usize) -> Model {
-    let mut seen = Model::default();
-    seen.update(ClientEvent::Status(Box::new(status(servers))));
-    seen.update(ClientEvent::Loads(loads(1000, servers)));
-    seen.update(ClientEvent::Loads(loads(2000, servers)));
-    seen
+fn sample_model(servers: usize) -> Model {
+    let mut model = Model::default();
+    model.update(ClientEvent::Status(Box::new(sample_status(servers))));
+    model.update(ClientEvent::Loads(sample_loads(1000, servers)));
+    model.update(ClientEvent::Loads(sample_loads(2000, servers)));
+    model
 }
 
-fn page(seen: &Model, view: &mut View, width: u16, height: u16) -> String {
+fn draw_page(seen: &Model, view: &mut View, width: u16, height: u16) -> String {
     let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
     terminal.draw(|frame| draw(frame, seen, view)).unwrap();
     page_text(terminal.backend())
 }
 
-fn line<'a>(page: &'a str, begins: &str) -> Vec<&'a str> {
-    let found = page.lines().find(|line| line.starts_with(begins));
-    found.unwrap_or_else(|| panic!("no line {begins:?} in\n{page}")).split_whitespace().collect()
+fn words_of_line<'a>(page: &'a str, begins: &str) -> Vec<&'a str> {
+    let line = page.lines().find(|line| line.starts_with(begins));
+    line.unwrap_or_else(|| panic!("no line {begins:?} in\n{page}")).split_whitespace().collect()
 }
 
 #[test]
 fn small_page_shows_the_essentials() {
-    let page = page(&seen(3), &mut View::default(), 80, 24);
-    assert_eq!(line(&page, "web"), ["web", "10.200.0.1:80/tcp", "crossrss", "stateless", "1", "of", "1", "77"]);
-    assert_eq!(line(&page, "lb1 "), ["lb1", "connected", "-", "4100", "1000", "100"]);
-    assert_eq!(line(&page, "s1 "), ["s1", "active", "7", "10", "40", "ms", "49", "%", "95", "%", "▁█"]);
-    assert_eq!(line(&page, "s3 ")[..4], ["s3", "draining", "7", "30"]);
+    let page = draw_page(&sample_model(3), &mut View::default(), 80, 24);
+    assert_eq!(
+        words_of_line(&page, "web"),
+        ["web", "10.200.0.1:80/tcp", "crossrss", "stateless", "1", "of", "1", "77"]
+    );
+    assert_eq!(words_of_line(&page, "lb1 "), ["lb1", "connected", "-", "4100", "1000", "100"]);
+    assert_eq!(words_of_line(&page, "s1 "), ["s1", "active", "7", "10", "40", "ms", "49", "%", "95", "%", "▁█"]);
+    assert_eq!(words_of_line(&page, "s3 ")[..4], ["s3", "draining", "7", "30"]);
     assert!(page.contains("! s3: draining: by `coreward drain`") && page.contains("! s2: aRFS is on"), "{page}");
     assert!(page.contains("6 cores, mean 51 %, highest 95 %; 60 new connections/s, 27 open"), "{page}");
     assert!(page.lines().last().unwrap().starts_with("servers 1 to 3 of 3; q quit"), "{page}");
@@ -93,46 +96,46 @@ fn small_page_shows_the_essentials() {
 
 #[test]
 fn large_page_shows_more_servers() {
-    let seen = seen(100);
+    let model = sample_model(100);
     let mut view = View { order: SortOrder::Load, ..View::default() };
-    let large = page(&seen, &mut view, 200, 60);
+    let large_page = draw_page(&model, &mut view, 200, 60);
     assert_eq!(view.page_size, 60 - 3 - 2 - 2 - 2 - 1);
-    let shown: Vec<&str> =
-        large.lines().filter(|line| line.starts_with('s')).filter_map(|line| line.split(' ').next()).collect();
-    assert_eq!((shown[2], shown[3]), ("s100", "s99"), "after the headings: {large}");
-    view.first_row = 1000;
-    let small = page(&seen, &mut view, 80, 24);
-    assert!(small.contains(" to 100 of 100; "), "{small}");
+    let shown_servers: Vec<&str> =
+        large_page.lines().filter(|line| line.starts_with('s')).filter_map(|line| line.split(' ').next()).collect();
+    assert_eq!((shown_servers[2], shown_servers[3]), ("s100", "s99"), "after the headings: {large_page}");
+    view.first_visible_row = 1000;
+    let small_page = draw_page(&model, &mut view, 80, 24);
+    assert!(small_page.contains(" to 100 of 100; "), "{small_page}");
     view.order = SortOrder::NewConnections;
-    view.first_row = 0;
-    assert_eq!(line(&page(&seen, &mut view, 80, 24), "s100 ")[2..4], ["7", "1000"]);
+    view.first_visible_row = 0;
+    assert_eq!(words_of_line(&draw_page(&model, &mut view, 80, 24), "s100 ")[2..4], ["7", "1000"]);
 }
 
 #[test]
 fn page_of_any_size_is_drawn() {
-    for seen in [Model::default(), seen(0), seen(1), seen(300)] {
+    for seen in [Model::default(), sample_model(0), sample_model(1), sample_model(300)] {
         for (width, height) in (0..40).flat_map(|width| (0..14).map(move |height| (width * 3, height))) {
-            page(&seen, &mut View { first_row: 5, ..View::default() }, width, height);
+            draw_page(&seen, &mut View { first_visible_row: 5, ..View::default() }, width, height);
         }
     }
 }
 
 #[test]
-fn many_cores_share_their_room() {
+fn many_cores_are_grouped_into_the_available_columns() {
     let cores: Vec<f64> = (0..64).map(|core| if core == 63 { 1.0 } else { 0.0 }).collect();
-    let words = |room| bars(&cores, room).to_string();
-    assert_eq!(words(64).chars().count(), 64);
-    assert_eq!(words(16), format!("{}█", "▁".repeat(15)));
-    assert_eq!(words(1), "█");
-    assert_eq!(words(0), "");
+    let bars_text = |room| load_bars(&cores, room).to_string();
+    assert_eq!(bars_text(64).chars().count(), 64);
+    assert_eq!(bars_text(16), format!("{}█", "▁".repeat(15)));
+    assert_eq!(bars_text(1), "█");
+    assert_eq!(bars_text(0), "");
 }
 
 #[test]
 fn counter_reset_gives_no_rates() {
-    let mut seen = seen(2);
-    seen.update(ClientEvent::Loads(loads(500, 2)));
-    assert!(seen.new_connection_rates().is_empty());
-    assert!(page(&seen, &mut View::default(), 80, 24).contains(" 0 new connections/s"));
-    seen.update(ClientEvent::Problem("no controller answers".into()));
-    assert!(page(&seen, &mut View::default(), 80, 24).contains("no controller answers"));
+    let mut model = sample_model(2);
+    model.update(ClientEvent::Loads(sample_loads(500, 2)));
+    assert!(model.new_connection_rates().is_empty());
+    assert!(draw_page(&model, &mut View::default(), 80, 24).contains(" 0 new connections/s"));
+    model.update(ClientEvent::Problem("no controller answers".into()));
+    assert!(draw_page(&model, &mut View::default(), 80, 24).contains("no controller answers"));
 }

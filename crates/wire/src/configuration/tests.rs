@@ -5,20 +5,20 @@ use coreward_model::tuple::Protocol;
 use super::*;
 use crate::FleetChange;
 
-fn keys() -> FleetKeys {
-    FleetKeys { keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }], current: KeyIndex::First }
+fn sample_keys() -> FleetCookieKeys {
+    FleetCookieKeys { keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }], current: KeyIndex::First }
 }
 
-fn fleet() -> FleetConfiguration {
+fn sample_configuration() -> FleetConfiguration {
     let server = |id: u64| Server {
         name: format!("s{id}"),
         id: id.try_into().unwrap(),
         address: IpAddr::from([10, 2, 0, id as u8]),
         is_eligible: id != 2,
         has_left: id == 2,
-        weight: Weight::new(id).unwrap(),
-        capacity: (id == 2).then(|| Capacity::new(2.5).unwrap()),
-        vlan: Vlan::from_id(id - 1).unwrap(),
+        weight: ServerWeight::new(id).unwrap(),
+        capacity: (id == 2).then(|| ServerCapacity::new(2.5).unwrap()),
+        vlan: Vlan::from_id_or_untagged(id - 1).unwrap(),
     };
     let service = |index: u32| Service {
         name: format!("web{index}"),
@@ -26,7 +26,7 @@ fn fleet() -> FleetConfiguration {
         index: ServiceIndex::new(index).unwrap(),
         mode: match index {
             0 => ServiceMode { consistency: Consistency::Stateful, ..ServiceMode::default() },
-            _ => ServiceMode { timestamps: Timestamps::LoadBalancer, ..ServiceMode::default() },
+            _ => ServiceMode { timestamps: TimestampOrigin::LoadBalancer, ..ServiceMode::default() },
         },
         policy: "least".into(),
         telemetry_level: TelemetryLevel::Connections,
@@ -43,7 +43,7 @@ fn fleet() -> FleetConfiguration {
     };
     FleetConfiguration {
         generation: 3,
-        keys: keys(),
+        keys: sample_keys(),
         services: vec![service(0), service(63)],
         load_balancers: vec![peer(Some(15), Some([10, 2, 0, 1])), peer(Some(0), None), peer(None, None)],
         report_interval: Duration::from_millis(100),
@@ -53,42 +53,48 @@ fn fleet() -> FleetConfiguration {
 
 #[test]
 fn changes_give_the_next_configuration() {
-    let (old, mut new) = (fleet(), fleet());
+    let (old, mut new) = (sample_configuration(), sample_configuration());
     assert_eq!(FleetChange::between((4, &old), (5, &new)).configuration.services, []);
     new.generation = 4;
     new.load_balancers[0].is_alive = false;
     new.services[1].servers[0].is_eligible = false;
-    let mut third = new.services[0].clone();
-    (third.index, third.name) = (ServiceIndex::new(7).unwrap(), "third".into());
-    third.address.socket.set_port(81);
-    new.services.push(third);
+    let mut new_service = new.services[0].clone();
+    (new_service.index, new_service.name) = (ServiceIndex::new(7).unwrap(), "third".into());
+    new_service.address.socket.set_port(81);
+    new.services.push(new_service);
     new.services.remove(0);
     let change = FleetChange::between((4, &old), (5, &new));
     assert_eq!(change.removed_services, [old.services[0].index]);
-    let decoded = FleetChange::decode(change.encode()).unwrap().0;
-    assert_eq!((decoded.base_number, decoded.number), (4, 5));
-    assert_eq!(decoded.apply_to(old), new);
-    let change = FleetChange::between((5, &new), (6, &new)).encode();
-    assert!(change.len() < 200, "what is the same is not sent: {} bytes", change.len());
+    let decoded_change = FleetChange::decode(change.encode()).unwrap().0;
+    assert_eq!((decoded_change.base_number, decoded_change.number), (4, 5));
+    assert_eq!(decoded_change.apply_to(old), new);
+    let encoded_change = FleetChange::between((5, &new), (6, &new)).encode();
+    assert!(encoded_change.len() < 200, "what is the same is not sent: {} bytes", encoded_change.len());
 }
 
 #[test]
 fn configurations_round_trip() {
-    assert_eq!(FleetConfiguration::try_from(&v1::FleetConfiguration::from(&fleet())), Ok(fleet()));
-    assert_eq!(FleetConfiguration::decode(fleet().encode(17)), Ok((17, fleet(), Vec::new())));
-    let agent = AgentConfiguration {
+    assert_eq!(
+        FleetConfiguration::try_from(&v1::FleetConfiguration::from(&sample_configuration())),
+        Ok(sample_configuration())
+    );
+    assert_eq!(
+        FleetConfiguration::decode(sample_configuration().encode(17)),
+        Ok((17, sample_configuration(), Vec::new()))
+    );
+    let agent_configuration = AgentConfiguration {
         generation: 3,
-        services: vec![StampedService {
+        services: vec![AgentService {
             name: "web".into(),
-            address: fleet().services[0].address,
+            address: sample_configuration().services[0].address,
             server_id: 7.try_into().unwrap(),
             mode: ServiceMode {
                 consistency: Consistency::Beamer,
-                timestamps: Timestamps::Off,
+                timestamps: TimestampOrigin::Off,
                 ..ServiceMode::default()
             },
         }],
-        keys: keys(),
+        keys: sample_keys(),
         report_interval: Duration::from_millis(100),
         fleet_rss_key: RssKey::microsoft(),
         server_id: 7.try_into().unwrap(),
@@ -96,31 +102,37 @@ fn configurations_round_trip() {
         is_draining: true,
         address: Some("2001:db8::7".parse().unwrap()),
     };
-    assert_eq!(AgentConfiguration::try_from(&v1::AgentConfiguration::from(&agent)), Ok(agent));
+    assert_eq!(
+        AgentConfiguration::try_from(&v1::AgentConfiguration::from(&agent_configuration)),
+        Ok(agent_configuration)
+    );
 }
 
 /// A newer controller uses an unknown value, and drains a server of that service.
 #[test]
 fn unusable_service_affects_no_other_and_keeps_its_drains() {
-    let mut message = v1::FleetConfiguration { number: 9, ..(&fleet()).into() };
+    let mut message = v1::FleetConfiguration { number: 9, ..(&sample_configuration()).into() };
     let mode = message.services[1].mode.as_mut().unwrap();
     mode.settings.insert("consistency".into(), "quantum".into());
     message.services[1].servers[0].eligible = false;
     let (number, configuration, refused) = FleetConfiguration::decode(message.encode_to_vec().into()).unwrap();
-    assert_eq!((number, configuration.services.len(), configuration.keys), (9, 1, keys()));
+    assert_eq!((number, configuration.services.len(), configuration.keys), (9, 1, sample_keys()));
     let [refused] = &refused[..] else { panic!("{refused:?}") };
     assert_eq!((refused.name.as_str(), refused.index), ("web63", 63));
     assert!(refused.reason.to_string().contains("quantum"), "{}", refused.reason);
-    let before = &fleet().services[1];
-    let kept = refused.with_servers_of(before);
-    assert!(!kept.servers[0].is_eligible);
-    assert_eq!(Service { servers: before.servers.clone(), ..kept }, *before);
+    let previous_service = &sample_configuration().services[1];
+    let service_in_force = refused.with_servers_of(previous_service);
+    assert!(!service_in_force.servers[0].is_eligible);
+    assert_eq!(Service { servers: previous_service.servers.clone(), ..service_in_force }, *previous_service);
 
-    let change = FleetChange::between((4, &fleet()), (5, &FleetConfiguration { services: vec![], ..fleet() }));
+    let change = FleetChange::between(
+        (4, &sample_configuration()),
+        (5, &FleetConfiguration { services: vec![], ..sample_configuration() }),
+    );
     let mut message = v1::FleetChange::decode(change.encode()).unwrap();
-    let mut wrong = v1::Service::from(before);
-    wrong.traffic = "smells".into();
-    message.configuration.as_mut().unwrap().services.push(wrong);
+    let mut unusable_service = v1::Service::from(previous_service);
+    unusable_service.traffic = "smells".into();
+    message.configuration.as_mut().unwrap().services.push(unusable_service);
     let (change, refused) = FleetChange::decode(message.encode_to_vec().into()).unwrap();
     assert_eq!((change.configuration.services.len(), refused.len()), (0, 1));
 }
@@ -128,7 +140,7 @@ fn unusable_service_affects_no_other_and_keeps_its_drains() {
 #[test]
 fn errors_name_the_field() {
     let error = |change: fn(&mut v1::FleetConfiguration)| {
-        let mut message = v1::FleetConfiguration::from(&fleet());
+        let mut message = v1::FleetConfiguration::from(&sample_configuration());
         change(&mut message);
         FleetConfiguration::try_from(&message).unwrap_err().to_string()
     };

@@ -10,21 +10,23 @@ use anyhow::{Context as _, ensure};
 use coreward_orchestrator::socket::BatchSocket;
 use nix::sched::{CloneFlags, setns};
 
-use super::PAYLOAD;
-use crate::namespace::{enter_new, ip};
+use super::REQUEST_PAYLOAD;
+use crate::namespace::{enter_new_network_namespace, run_ip_command};
 
-const CLIENT: Ipv4Addr = Ipv4Addr::new(10, 9, 0, 1);
-pub const SERVER: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 9, 0, 2), 4000);
-pub const INTERFACE: &str = "eth0";
+const CLIENT_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 9, 0, 1);
+pub const SERVER_ADDRESS: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 9, 0, 2), 4000);
+pub const VETH_NAME: &str = "eth0";
 const CLIENT_MAC: &str = "02:00:00:00:09:01";
 const SERVER_MAC: &str = "02:00:00:00:09:02";
-const TIMEOUT: Duration = Duration::from_secs(10);
+const CARRIER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Runs `action` with a UDP socket of the client, in a new thread in the server's namespace. Fails without root.
-pub fn with_client<T: Send>(action: impl FnOnce(&mut BatchSocket) -> anyhow::Result<T> + Send) -> anyhow::Result<T> {
+pub fn with_client_socket<T: Send>(
+    action: impl FnOnce(&mut BatchSocket) -> anyhow::Result<T> + Send,
+) -> anyhow::Result<T> {
     std::thread::scope(|scope| {
         let thread = scope.spawn(|| {
-            let mut client = connect()?;
+            let mut client = connect_namespaces()?;
             action(&mut client)
         });
         thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
@@ -32,47 +34,47 @@ pub fn with_client<T: Send>(action: impl FnOnce(&mut BatchSocket) -> anyhow::Res
 }
 
 /// Connects two new namespaces by a veth, and leaves the thread in the server's one. Returns a socket of the client.
-fn connect() -> anyhow::Result<BatchSocket> {
-    enter_new()?;
-    let client = own_namespace()?;
-    enter_new()?;
-    let server = own_namespace()?;
-    let client_path = format!("/proc/{}/fd/{}", std::process::id(), client.as_raw_fd());
-    ip(&format!(
-        "link add {INTERFACE} address {SERVER_MAC} type veth peer name {INTERFACE} address {CLIENT_MAC} netns \
+fn connect_namespaces() -> anyhow::Result<BatchSocket> {
+    enter_new_network_namespace()?;
+    let client_namespace = open_own_namespace()?;
+    enter_new_network_namespace()?;
+    let server_namespace = open_own_namespace()?;
+    let client_path = format!("/proc/{}/fd/{}", std::process::id(), client_namespace.as_raw_fd());
+    run_ip_command(&format!(
+        "link add {VETH_NAME} address {SERVER_MAC} type veth peer name {VETH_NAME} address {CLIENT_MAC} netns \
          {client_path}"
     ))?;
-    configure(*SERVER.ip(), CLIENT, CLIENT_MAC)?;
-    setns(&client, CloneFlags::CLONE_NEWNET).context("entering the client's namespace")?;
-    configure(CLIENT, *SERVER.ip(), SERVER_MAC)?;
-    wait_until_up()?;
-    let socket = BatchSocket::bind(SocketAddrV4::new(CLIENT, 0), PAYLOAD.len())?;
-    setns(&server, CloneFlags::CLONE_NEWNET).context("entering the server's namespace")?;
-    wait_until_up()?;
+    configure_veth_end(*SERVER_ADDRESS.ip(), CLIENT_ADDRESS, CLIENT_MAC)?;
+    setns(&client_namespace, CloneFlags::CLONE_NEWNET).context("entering the client's namespace")?;
+    configure_veth_end(CLIENT_ADDRESS, *SERVER_ADDRESS.ip(), SERVER_MAC)?;
+    wait_for_carrier()?;
+    let socket = BatchSocket::bind(SocketAddrV4::new(CLIENT_ADDRESS, 0), REQUEST_PAYLOAD.len())?;
+    setns(&server_namespace, CloneFlags::CLONE_NEWNET).context("entering the server's namespace")?;
+    wait_for_carrier()?;
     Ok(socket)
 }
 
-fn own_namespace() -> anyhow::Result<File> {
+fn open_own_namespace() -> anyhow::Result<File> {
     File::open("/proc/thread-self/ns/net").context("the thread's network namespace")
 }
 
 /// Configures this end of the veth, with a static neighbour entry for the other end, so that no burst waits for ARP.
-fn configure(own: Ipv4Addr, other: Ipv4Addr, other_mac: &str) -> anyhow::Result<()> {
-    ip("link set lo up")?;
-    ip(&format!("address add {own}/24 dev {INTERFACE}"))?;
-    ip(&format!("link set {INTERFACE} up"))?;
-    ip(&format!("neighbour replace {other} lladdr {other_mac} dev {INTERFACE} nud permanent"))
+fn configure_veth_end(own_address: Ipv4Addr, other_address: Ipv4Addr, other_mac: &str) -> anyhow::Result<()> {
+    run_ip_command("link set lo up")?;
+    run_ip_command(&format!("address add {own_address}/24 dev {VETH_NAME}"))?;
+    run_ip_command(&format!("link set {VETH_NAME} up"))?;
+    run_ip_command(&format!("neighbour replace {other_address} lladdr {other_mac} dev {VETH_NAME} nud permanent"))
 }
 
 /// Waits until the veth has carrier, because it drops all frames before.
-fn wait_until_up() -> anyhow::Result<()> {
+fn wait_for_carrier() -> anyhow::Result<()> {
     let started = Instant::now();
     loop {
-        let output = Command::new("ip").args(["-brief", "link", "show", INTERFACE]).output().context("ip")?;
-        if String::from_utf8_lossy(&output.stdout).contains(" UP ") {
+        let link_listing = Command::new("ip").args(["-brief", "link", "show", VETH_NAME]).output().context("ip")?;
+        if String::from_utf8_lossy(&link_listing.stdout).contains(" UP ") {
             return Ok(());
         }
-        ensure!(started.elapsed() < TIMEOUT, "{INTERFACE} is not up after {TIMEOUT:?}");
+        ensure!(started.elapsed() < CARRIER_TIMEOUT, "{VETH_NAME} is not up after {CARRIER_TIMEOUT:?}");
         std::thread::sleep(Duration::from_millis(1));
     }
 }

@@ -6,76 +6,86 @@ use anyhow::Context as _;
 use coreward_model::connection_table::TableSize;
 use coreward_model::consistency::Consistency;
 
-use super::balancer::{Balancer, CONNECTION_TABLE_ENTRIES};
-use super::interleaved::{Program, RoundTimes, Turn, difference, median_of, quartiles, run_interleaved};
-use super::runner::{Feed, PACKET_COUNT, Runner};
-use super::workload::{Case, clients};
-use super::{Args, Measured};
+use super::balancer::{CONNECTION_TABLE_ENTRIES, CaseLoadBalancer};
+use super::interleaved::{
+    InterleavedProgram, NsByRound, Program, differences_by_round, measure_interleaved, median_of_rounds, quartile_range,
+};
+use super::runner::{PACKET_COUNT, PacketGenerator, PacketRunner};
+use super::workload::{PacketCase, clients};
+use super::{Args, CaseMeasurement};
 use crate::report::Table;
 
 /// Numbers of open connections for which all modes are measured.
 const CONNECTION_COUNTS: [usize; 4] = [1, 1 << 14, 1 << 17, PACKET_COUNT];
 
 /// Costs of all modes with the same number of open connections.
-pub struct ConnectionCountResult {
-    pub connections: usize,
-    pub stateless: Measured,
-    pub stateful: Measured,
-    pub hash_table: Measured,
+pub struct ConnectionCountCosts {
+    pub connection_count: usize,
+    pub stateless: CaseMeasurement,
+    pub stateful: CaseMeasurement,
+    pub hash_table: CaseMeasurement,
     /// Cost of the stateless program above the empty one (ns), while one more cache line is loaded in parallel.
-    pub with_line: RoundTimes,
+    pub ns_with_parallel_line: NsByRound,
     /// Cost of the stateless program above the empty one (ns), when it must first wait for one more cache line.
-    pub after_line: RoundTimes,
+    pub ns_after_line: NsByRound,
 }
 
-pub fn measure(args: &Args, progress: &dyn Fn(usize, usize)) -> anyhow::Result<Vec<ConnectionCountResult>> {
-    let measure = |(done, connections): (usize, &usize)| {
+pub fn measure_connection_counts(
+    args: &Args,
+    progress: &dyn Fn(usize, usize),
+) -> anyhow::Result<Vec<ConnectionCountCosts>> {
+    let measure_count = |(done, connections): (usize, &usize)| {
         progress(done, CONNECTION_COUNTS.len());
-        measure_with(*connections, args).with_context(|| format!("{connections} connections"))
+        measure_connection_count(*connections, args).with_context(|| format!("{connections} connections"))
     };
-    CONNECTION_COUNTS.iter().enumerate().map(measure).collect()
+    CONNECTION_COUNTS.iter().enumerate().map(measure_count).collect()
 }
 
-fn measure_with(connections: usize, args: &Args) -> anyhow::Result<ConnectionCountResult> {
-    let balancer = |consistency| Balancer::new(Case::Established(consistency, connections));
-    let stateless = balancer(Consistency::Stateless)?;
-    let stateful = balancer(Consistency::Stateful)?;
-    let hash_table = balancer(Consistency::HashTable)?;
-    let runner = |of: &Balancer| Runner::new(&of.case().frame(), &of.packets()?, 0);
-    let (for_stateful, for_hash_table) = (runner(&stateful)?, runner(&hash_table)?);
-    let (places, size) = (stateful.entries_by_client(), TableSize::try_from(CONNECTION_TABLE_ENTRIES)?);
+fn measure_connection_count(connection_count: usize, args: &Args) -> anyhow::Result<ConnectionCountCosts> {
+    let open_balancer = |consistency| CaseLoadBalancer::new(PacketCase::Established(consistency, connection_count));
+    let stateless = open_balancer(Consistency::Stateless)?;
+    let stateful = open_balancer(Consistency::Stateful)?;
+    let hash_table = open_balancer(Consistency::HashTable)?;
+    let create_runner = |of: &CaseLoadBalancer| PacketRunner::new(&of.case().frame_template(), &of.packets()?, 0);
+    let (stateful_runner, hash_table_runner) = (create_runner(&stateful)?, create_runner(&hash_table)?);
+    let (entry_by_client, table_size) = (stateful.entries_by_client(), TableSize::try_from(CONNECTION_TABLE_ENTRIES)?);
     let mut packets = stateless.packets()?;
-    for (packet, client) in packets.iter_mut().zip(clients(connections)) {
-        packet.line_index = places[&client.into()].position(size);
+    for (packet, client) in packets.iter_mut().zip(clients(connection_count)) {
+        packet.line_index = entry_by_client[&client.into()].position(table_size);
     }
-    let usual = Runner::new(&stateless.case().frame(), &packets, CONNECTION_TABLE_ENTRIES as u32)?;
-    let by_cookie = Turn::new(&usual, Program::Balancer(&stateless));
-    let times = run_interleaved(
+    let stateless_runner =
+        PacketRunner::new(&stateless.case().frame_template(), &packets, CONNECTION_TABLE_ENTRIES as u32)?;
+    let stateless_program = InterleavedProgram::new(&stateless_runner, Program::Balancer(&stateless));
+    let round_times = measure_interleaved(
         &[
-            Turn::new(&usual, Program::Floor(usual.empty.as_fd())),
-            Turn::new(&usual, Program::Floor(usual.parse_and_swap_macs.as_fd())),
-            by_cookie,
-            Turn { feed: Feed::WithLine, ..by_cookie },
-            Turn { feed: Feed::AfterLine, ..by_cookie },
-            Turn::new(&for_stateful, Program::Balancer(&stateful)),
-            Turn::new(&for_hash_table, Program::Balancer(&hash_table)),
+            InterleavedProgram::new(&stateless_runner, Program::Baseline(stateless_runner.empty.as_fd())),
+            InterleavedProgram::new(&stateless_runner, Program::Baseline(stateless_runner.parse_and_swap_macs.as_fd())),
+            stateless_program,
+            InterleavedProgram { generator: PacketGenerator::WithParallelLine, ..stateless_program },
+            InterleavedProgram { generator: PacketGenerator::AfterAwaitedLine, ..stateless_program },
+            InterleavedProgram::new(&stateful_runner, Program::Balancer(&stateful)),
+            InterleavedProgram::new(&hash_table_runner, Program::Balancer(&hash_table)),
         ],
         args.length.rounds,
         args.length.packets,
     )?;
-    let [empty, swap, by_cookie, with_line, after_line, by_index, by_hash] = &times[..] else { unreachable!("seven") };
-    Ok(ConnectionCountResult {
-        connections,
-        stateless: Measured::new(&stateless, [empty, swap, by_cookie])?,
-        stateful: Measured::new(&stateful, [empty, swap, by_index])?,
-        hash_table: Measured::new(&hash_table, [empty, swap, by_hash])?,
-        with_line: difference(with_line, empty),
-        after_line: difference(after_line, empty),
+    let [empty_times, parse_and_swap_times, by_cookie, with_line, after_line, stateful_times, hash_table_times] =
+        &round_times[..]
+    else {
+        unreachable!("seven")
+    };
+    Ok(ConnectionCountCosts {
+        connection_count,
+        stateless: CaseMeasurement::new(&stateless, [empty_times, parse_and_swap_times, by_cookie])?,
+        stateful: CaseMeasurement::new(&stateful, [empty_times, parse_and_swap_times, stateful_times])?,
+        hash_table: CaseMeasurement::new(&hash_table, [empty_times, parse_and_swap_times, hash_table_times])?,
+        ns_with_parallel_line: differences_by_round(with_line, empty_times),
+        ns_after_line: differences_by_round(after_line, empty_times),
     })
 }
 
 /// Returns a table with the cost of one cache miss, and the extra costs of the stateful modes over the stateless one.
-pub fn table(measured: &[ConnectionCountResult]) -> Table {
+pub fn table(costs: &[ConnectionCountCosts]) -> Table {
     let mut table = Table::new(&[
         "connections",
         "stateless, ns",
@@ -87,22 +97,22 @@ pub fn table(measured: &[ConnectionCountResult]) -> Table {
         "its quartiles ",
         "hash-table above it",
     ]);
-    for of in measured {
-        let stateless = &of.stateless.above_empty;
-        let stateful = difference(&of.stateful.above_empty, stateless);
-        let hash_table = difference(&of.hash_table.above_empty, stateless);
-        let with_line = difference(&of.with_line, stateless);
-        let after_line = difference(&of.after_line, stateless);
+    for of in costs {
+        let stateless_ns = &of.stateless.ns_above_empty;
+        let stateful_excess_ns = differences_by_round(&of.stateful.ns_above_empty, stateless_ns);
+        let hash_table_excess_ns = differences_by_round(&of.hash_table.ns_above_empty, stateless_ns);
+        let parallel_line_ns = differences_by_round(&of.ns_with_parallel_line, stateless_ns);
+        let waited_line_ns = differences_by_round(&of.ns_after_line, stateless_ns);
         table.add_row([
-            (of.connections as u64).into(),
-            median_of(stateless).into(),
-            median_of(&stateful).into(),
-            quartiles(&stateful).into(),
-            median_of(&with_line).into(),
-            quartiles(&with_line).into(),
-            median_of(&after_line).into(),
-            quartiles(&after_line).into(),
-            median_of(&hash_table).into(),
+            (of.connection_count as u64).into(),
+            median_of_rounds(stateless_ns).into(),
+            median_of_rounds(&stateful_excess_ns).into(),
+            quartile_range(&stateful_excess_ns).into(),
+            median_of_rounds(&parallel_line_ns).into(),
+            quartile_range(&parallel_line_ns).into(),
+            median_of_rounds(&waited_line_ns).into(),
+            quartile_range(&waited_line_ns).into(),
+            median_of_rounds(&hash_table_excess_ns).into(),
         ]);
     }
     table

@@ -5,50 +5,52 @@ use coreward_model::forwarding::Forwarding;
 use coreward_model::placement::PlacementRule;
 use coreward_model::statistics::median;
 
-use super::Measured;
-use super::established::ConnectionCountResult;
-use super::interleaved::{difference, median_of};
+use super::CaseMeasurement;
+use super::established::ConnectionCountCosts;
+use super::interleaved::{differences_by_round, median_of_rounds};
 use super::runner::PACKET_COUNT;
-use super::workload::{Case, NewConnection};
+use super::workload::{NewConnection, PacketCase};
 use crate::report::Goal;
 
 /// Cost of parsing a packet and swapping its MACs, above the empty program, on the goals' machine (AMD EPYC), in ns.
-const REFERENCE_FLOOR: f64 = 4.5;
+const REFERENCE_PARSE_AND_SWAP_NS: f64 = 4.5;
 /// Maximum cost of an IPv6 packet, as a multiple of an IPv4 packet's cost.
-const IPV6_FACTOR: f64 = 1.3;
+const MAX_IPV6_COST_FACTOR: f64 = 1.3;
 
 /// Maximum cost of a case above the empty program.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum CostLimit {
     /// Cost on the goals' machine (ns), which is scaled to this machine.
-    Reference(f64),
+    ReferenceNs(f64),
     /// Cost on the goals' machine (ns), which is scaled to this machine, plus the cost of one cache miss.
-    MissAndReference(f64),
+    CacheMissPlusReferenceNs(f64),
     /// Cost of an IPv4 case, multiplied by the factor for IPv6.
-    Ipv6Of(Case),
+    RelativeToIpv4(PacketCase),
 }
 
-fn limit(case: Case) -> Option<CostLimit> {
-    let reference = |ns| Some(CostLimit::Reference(ns));
+fn cost_limit(case: PacketCase) -> Option<CostLimit> {
+    let reference_limit = |ns| Some(CostLimit::ReferenceNs(ns));
     match case {
-        Case::Established(Consistency::Stateless, _) => reference(20.0),
-        Case::Established(Consistency::Stateful, 16384) => reference(32.0),
-        Case::Established(Consistency::Stateful, PACKET_COUNT) => Some(CostLimit::MissAndReference(20.0)),
-        Case::Established(Consistency::HashTable, 16384) => reference(90.0),
-        Case::Established(Consistency::HashTable, 131072) => reference(190.0),
-        Case::NewConnection(first) => new_connection_limit(first).map(CostLimit::Reference),
-        Case::Encapsulated(Forwarding::Gue) => reference(35.0),
-        Case::EstablishedIpv6(connections) => {
-            Some(CostLimit::Ipv6Of(Case::Established(Consistency::Stateless, connections)))
+        PacketCase::Established(Consistency::Stateless, _) => reference_limit(20.0),
+        PacketCase::Established(Consistency::Stateful, 16384) => reference_limit(32.0),
+        PacketCase::Established(Consistency::Stateful, PACKET_COUNT) => Some(CostLimit::CacheMissPlusReferenceNs(20.0)),
+        PacketCase::Established(Consistency::HashTable, 16384) => reference_limit(90.0),
+        PacketCase::Established(Consistency::HashTable, 131072) => reference_limit(190.0),
+        PacketCase::NewConnection(first) => new_connection_limit_ns(first).map(CostLimit::ReferenceNs),
+        PacketCase::Encapsulated(Forwarding::Gue) => reference_limit(35.0),
+        PacketCase::EstablishedIpv6(connections) => {
+            Some(CostLimit::RelativeToIpv4(PacketCase::Established(Consistency::Stateless, connections)))
         }
-        Case::NewConnectionIpv6 => Some(CostLimit::Ipv6Of(Case::NewConnection(NewConnection::STATELESS))),
+        PacketCase::NewConnectionIpv6 => {
+            Some(CostLimit::RelativeToIpv4(PacketCase::NewConnection(NewConnection::STATELESS)))
+        }
         _ => None,
     }
 }
 
 /// Returns the maximum cost of a new connection's first packet on the goals' machine (ns), if it has a goal.
-fn new_connection_limit(first: NewConnection) -> Option<f64> {
-    match (first.consistency, first.rule, first.rss_group_count) {
+fn new_connection_limit_ns(first: NewConnection) -> Option<f64> {
+    match (first.consistency, first.placement_rule, first.rss_group_count) {
         (Consistency::Stateful, ..) => Some(160.0),
         (Consistency::Stateless, PlacementRule::Table, 1) => Some(45.0),
         (Consistency::Stateless, PlacementRule::LeastAssigned, 1) => Some(60.0),
@@ -58,37 +60,40 @@ fn new_connection_limit(first: NewConnection) -> Option<f64> {
 }
 
 /// Costs on this machine, from which the goals of all cases are calculated.
-pub struct Goals<'a> {
+pub struct CostGoals<'a> {
     /// Cost of parsing a packet and swapping its MAC addresses, above the empty program (ns).
-    pub floor: f64,
+    pub parse_and_swap_ns: f64,
     /// Cost of one cache miss for which the packet must wait (ns), if it was measured.
     cache_miss_ns: Option<f64>,
-    measured: Vec<&'a Measured>,
+    measurements: Vec<&'a CaseMeasurement>,
 }
 
-impl<'a> Goals<'a> {
+impl<'a> CostGoals<'a> {
     /// Takes the baseline and the cost of a cache miss from the measurements. Panics when there are none.
-    pub fn new(established: &'a [ConnectionCountResult], alone: &'a [Measured]) -> Self {
-        let of_modes = established.iter().flat_map(|of| [&of.stateless, &of.stateful, &of.hash_table]);
-        let measured: Vec<&Measured> = of_modes.chain(alone).collect();
-        let floors: Vec<f64> = measured.iter().map(|of| of.floor).collect();
-        let largest = established.iter().find(|of| of.connections == PACKET_COUNT);
+    pub fn new(established: &'a [ConnectionCountCosts], alone: &'a [CaseMeasurement]) -> Self {
+        let established_measurements = established.iter().flat_map(|of| [&of.stateless, &of.stateful, &of.hash_table]);
+        let measurements: Vec<&CaseMeasurement> = established_measurements.chain(alone).collect();
+        let parse_and_swap_values_ns: Vec<f64> = measurements.iter().map(|of| of.parse_and_swap_ns).collect();
+        let largest_count_costs = established.iter().find(|of| of.connection_count == PACKET_COUNT);
         Self {
-            floor: median(&floors).expect("at least one case"),
-            cache_miss_ns: largest.map(|of| median_of(&difference(&of.after_line, &of.stateless.above_empty))),
-            measured,
+            parse_and_swap_ns: median(&parse_and_swap_values_ns).expect("at least one case"),
+            cache_miss_ns: largest_count_costs
+                .map(|of| median_of_rounds(&differences_by_round(&of.ns_after_line, &of.stateless.ns_above_empty))),
+            measurements,
         }
     }
 
     /// Returns the goal of a case; `None` if it has no goal, or its goal depends on a case that was not measured.
-    pub fn goal_of(&self, case: Case) -> Option<Goal> {
-        let of_reference = |ns: f64| ns * self.floor / REFERENCE_FLOOR;
-        let ns = match limit(case)? {
-            CostLimit::Reference(ns) => of_reference(ns),
-            CostLimit::MissAndReference(ns) => self.cache_miss_ns? + of_reference(ns),
-            CostLimit::Ipv6Of(ipv4) => self.measured.iter().find(|of| of.case == ipv4)?.fastest * IPV6_FACTOR,
+    pub fn goal_for_case(&self, case: PacketCase) -> Option<Goal> {
+        let scale_from_reference = |ns: f64| ns * self.parse_and_swap_ns / REFERENCE_PARSE_AND_SWAP_NS;
+        let limit_ns = match cost_limit(case)? {
+            CostLimit::ReferenceNs(ns) => scale_from_reference(ns),
+            CostLimit::CacheMissPlusReferenceNs(ns) => self.cache_miss_ns? + scale_from_reference(ns),
+            CostLimit::RelativeToIpv4(ipv4) => {
+                self.measurements.iter().find(|of| of.case == ipv4)?.fastest_ns_above_empty * MAX_IPV6_COST_FACTOR
+            }
         };
-        Some(Goal::AtMost(ns))
+        Some(Goal::AtMost(limit_ns))
     }
 }
 
@@ -96,26 +101,33 @@ impl<'a> Goals<'a> {
 mod tests {
     use super::*;
 
-    fn measured(case: Case, floor: f64, fastest: f64) -> Measured {
-        Measured { case, empty: 0.0, above_empty: vec![fastest], fastest, floor }
+    fn measurement(case: PacketCase, floor: f64, fastest: f64) -> CaseMeasurement {
+        CaseMeasurement {
+            case,
+            empty_ns: 0.0,
+            ns_above_empty: vec![fastest],
+            fastest_ns_above_empty: fastest,
+            parse_and_swap_ns: floor,
+        }
     }
 
     #[test]
-    fn goals_scale_with_the_floor_and_the_miss_does_not() {
-        let at = |consistency, connections| measured(Case::Established(consistency, connections), 9.0, 30.0);
-        let established = [ConnectionCountResult {
-            connections: PACKET_COUNT,
-            stateless: at(Consistency::Stateless, PACKET_COUNT),
-            stateful: at(Consistency::Stateful, PACKET_COUNT),
-            hash_table: at(Consistency::HashTable, PACKET_COUNT),
-            with_line: vec![40.0],
-            after_line: vec![130.0],
+    fn goals_scale_with_the_cost_of_parse_and_swap_but_cache_misses_do_not() {
+        let measurement_of_mode =
+            |consistency, connections| measurement(PacketCase::Established(consistency, connections), 9.0, 30.0);
+        let established = [ConnectionCountCosts {
+            connection_count: PACKET_COUNT,
+            stateless: measurement_of_mode(Consistency::Stateless, PACKET_COUNT),
+            stateful: measurement_of_mode(Consistency::Stateful, PACKET_COUNT),
+            hash_table: measurement_of_mode(Consistency::HashTable, PACKET_COUNT),
+            ns_with_parallel_line: vec![40.0],
+            ns_after_line: vec![130.0],
         }];
-        let goals = Goals::new(&established, &[]);
-        assert_eq!(goals.goal_of(established[0].stateless.case), Some(Goal::AtMost(40.0)));
-        assert_eq!(goals.goal_of(established[0].stateful.case), Some(Goal::AtMost(140.0)));
-        assert_eq!(goals.goal_of(established[0].hash_table.case), None);
-        assert_eq!(goals.goal_of(Case::EstablishedIpv6(PACKET_COUNT)), Some(Goal::AtMost(39.0)));
-        assert_eq!(goals.goal_of(Case::NewConnectionIpv6), None);
+        let cost_goals = CostGoals::new(&established, &[]);
+        assert_eq!(cost_goals.goal_for_case(established[0].stateless.case), Some(Goal::AtMost(40.0)));
+        assert_eq!(cost_goals.goal_for_case(established[0].stateful.case), Some(Goal::AtMost(140.0)));
+        assert_eq!(cost_goals.goal_for_case(established[0].hash_table.case), None);
+        assert_eq!(cost_goals.goal_for_case(PacketCase::EstablishedIpv6(PACKET_COUNT)), Some(Goal::AtMost(39.0)));
+        assert_eq!(cost_goals.goal_for_case(PacketCase::NewConnectionIpv6), None);
     }
 }

@@ -5,40 +5,40 @@ use std::os::fd::BorrowedFd;
 use anyhow::ensure;
 use coreward_model::statistics::median;
 
-use super::balancer::Balancer;
-use super::runner::{Feed, Runner};
+use super::balancer::CaseLoadBalancer;
+use super::runner::{PacketGenerator, PacketRunner};
 use super::workload;
 
 /// XDP program whose time is measured.
 #[derive(Clone, Copy)]
 pub enum Program<'a> {
     /// Baseline program, which returns `XDP_TX` for every packet.
-    Floor(BorrowedFd<'a>),
+    Baseline(BorrowedFd<'a>),
     /// Program of the load balancer, with its expectations of the packets.
-    Balancer(&'a Balancer),
+    Balancer(&'a CaseLoadBalancer),
 }
 
 /// Program that is measured once in each round, with the generator of its packets.
 #[derive(Clone, Copy)]
-pub struct Turn<'a> {
-    pub runner: &'a Runner,
-    pub feed: Feed,
+pub struct InterleavedProgram<'a> {
+    pub runner: &'a PacketRunner,
+    pub generator: PacketGenerator,
     pub program: Program<'a>,
 }
 
-impl<'a> Turn<'a> {
+impl<'a> InterleavedProgram<'a> {
     /// Returns a program that is run on varied frames without extra cache lines.
-    pub fn new(runner: &'a Runner, program: Program<'a>) -> Self {
-        Self { runner, feed: Feed::Packet, program }
+    pub fn new(runner: &'a PacketRunner, program: Program<'a>) -> Self {
+        Self { runner, generator: PacketGenerator::VariedFrame, program }
     }
 
     fn measure(&self, packets: u32) -> anyhow::Result<f64> {
         match self.program {
-            Program::Balancer(balancer) => balancer.run(self.runner, self.feed, packets),
-            Program::Floor(program) => {
-                let (time, verdict) = self.runner.run(self.feed, program, packets)?;
+            Program::Balancer(balancer) => balancer.run_batches(self.runner, self.generator, packets),
+            Program::Baseline(program) => {
+                let (mean_ns, verdict) = self.runner.choose_and_run(self.generator, program, packets)?;
                 ensure!(verdict == workload::XDP_TX, "a floor's verdict was {verdict}, expected {}", workload::XDP_TX);
-                Ok(time)
+                Ok(mean_ns)
             }
         }
     }
@@ -48,21 +48,25 @@ impl<'a> Turn<'a> {
     fn warm_up(&self) -> anyhow::Result<()> {
         match self.program {
             // A new connection cannot be repeated.
-            Program::Balancer(balancer) if balancer.case().allocates_entries() => Ok(()),
-            _ => self.measure(self.runner.connections() as u32).map(drop),
+            Program::Balancer(balancer) if balancer.case().takes_connection_entries() => Ok(()),
+            _ => self.measure(self.runner.connection_count() as u32).map(drop),
         }
     }
 }
 
 /// Mean times per packet (ns), in the order of the rounds.
-pub type RoundTimes = Vec<f64>;
+pub type NsByRound = Vec<f64>;
 
 /// Measures all programs one after the other in each round. Returns the times of each program, in the order of the
 /// rounds. Fails when a program misbehaves.
-pub fn run_interleaved(turns: &[Turn<'_>], rounds: u32, packets: u32) -> anyhow::Result<Vec<RoundTimes>> {
-    interleave(turns.len(), rounds, |position| {
-        turns[position].warm_up()?;
-        turns[position].measure(packets)
+pub fn measure_interleaved(
+    programs: &[InterleavedProgram<'_>],
+    rounds: u32,
+    packets: u32,
+) -> anyhow::Result<Vec<NsByRound>> {
+    interleave(programs.len(), rounds, |position| {
+        programs[position].warm_up()?;
+        programs[position].measure(packets)
     })
 }
 
@@ -77,10 +81,10 @@ pub fn interleave<T>(
     // The first round warms branch predictors and does not count.
     for round in 0..=rounds as usize {
         for step in 0..cases {
-            let position = (round + step) % cases;
-            let result = measure(position)?;
+            let case_index = (round + step) % cases;
+            let result = measure(case_index)?;
             if round > 0 {
-                results[position].push(result);
+                results[case_index].push(result);
             }
         }
     }
@@ -88,36 +92,36 @@ pub fn interleave<T>(
 }
 
 /// Returns each of `rounds` minus the same round of `others`.
-pub fn difference(rounds: &[f64], others: &[f64]) -> RoundTimes {
-    rounds.iter().zip(others).map(|(time, other)| time - other).collect()
+pub fn differences_by_round(rounds: &[f64], subtracted_rounds: &[f64]) -> NsByRound {
+    rounds.iter().zip(subtracted_rounds).map(|(time, other)| time - other).collect()
 }
 
 /// Returns the median of the rounds. Panics when there is none.
-pub fn median_of(rounds: &[f64]) -> f64 {
+pub fn median_of_rounds(rounds: &[f64]) -> f64 {
     median(rounds).expect("at least one round")
 }
 
 /// Returns the time of the fastest of `rounds` minus that of the fastest of `others`. Disturbances by guests on shared
 /// CPUs only make rounds slower. Therefore this is the program's cost, whereas the median includes the machine's load.
-pub fn fastest_difference(rounds: &[f64], others: &[f64]) -> f64 {
-    let least = |rounds: &[f64]| rounds.iter().copied().fold(f64::INFINITY, f64::min);
-    least(rounds) - least(others)
+pub fn difference_of_fastest_rounds(rounds: &[f64], others: &[f64]) -> f64 {
+    let fastest_round = |rounds: &[f64]| rounds.iter().copied().fold(f64::INFINITY, f64::min);
+    fastest_round(rounds) - fastest_round(others)
 }
 
 /// Returns the lower and the upper quartile with one decimal, as "LOWER to UPPER".
-pub fn quartiles(rounds: &[f64]) -> String {
-    quartiles_with(rounds, 1)
+pub fn quartile_range(rounds: &[f64]) -> String {
+    quartile_range_with_decimals(rounds, 1)
 }
 
-/// Returns the lower and the upper quartile like [`quartiles`], with `digits` decimals.
-pub fn quartiles_with(rounds: &[f64], digits: usize) -> String {
+/// Returns the lower and the upper quartile like [`quartile_range`], with `digits` decimals.
+pub fn quartile_range_with_decimals(rounds: &[f64], digits: usize) -> String {
     let [low, high] = [0.25, 0.75].map(|part| quantile(rounds, part));
     format!("{low:.digits$} to {high:.digits$}")
 }
 
 /// Returns the value nearest to the quantile `part` (0 to 1) of the values.
-fn quantile(values: &[f64], part: f64) -> f64 {
+fn quantile(values: &[f64], fraction: f64) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
-    sorted[((sorted.len() - 1) as f64 * part).round() as usize]
+    sorted[((sorted.len() - 1) as f64 * fraction).round() as usize]
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use coreward_dataplane::mmap_array::MmapArray;
-use coreward_dataplane::test_run::{self, ReceiveQueue};
+use coreward_dataplane::test_run::{self, ReceiveQueueId};
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 use nix::time::{ClockId, clock_gettime};
@@ -24,19 +24,20 @@ pub const PACKET_COUNT: usize = 1 << 20;
 /// Fields in which generated packets differ: `struct variation` of `bpf/feed.h`.
 #[derive(Debug, Clone, Copy, Default, zerocopy::IntoBytes, zerocopy::FromBytes, zerocopy::Immutable)]
 #[repr(C)]
-pub struct Packet {
+pub struct PacketVariation {
     /// Client's IPv4 address in network byte order, like the next two fields.
     pub client_address: u32,
     pub ports: u32,
     /// Echoed timestamp (TSecr) of the TCP timestamps option.
     pub tsecr: u32,
-    /// Index in host byte order of the cache line that [`Feed::WithLine`] and [`Feed::AfterLine`] load.
+    /// Index in host byte order of the cache line that [`PacketGenerator::WithParallelLine`] and
+    /// [`PacketGenerator::AfterAwaitedLine`] load.
     pub line_index: u32,
 }
 
 /// Frame that is varied for each packet, offsets of the variable fields, and destination port.
 #[derive(Debug, Clone)]
-pub struct Frame {
+pub struct FrameTemplate {
     pub bytes: Vec<u8>,
     /// Offset of the client's IPv4 address, or of the last four bytes of its IPv6 address.
     pub client_offset: u32,
@@ -48,41 +49,43 @@ pub struct Frame {
 
 /// BPF program that generates packets and calls the measured program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Feed {
-    Packet,
+pub enum PacketGenerator {
+    VariedFrame,
     /// Also loads a cache line that the measured program does not wait for.
-    WithLine,
+    WithParallelLine,
     /// Also loads a cache line, and makes the measured program wait for it.
-    AfterLine,
+    AfterAwaitedLine,
     /// Generates packets of new clients.
     GeneratedSource,
     /// Removes the outer header that the previous run has added to the frame.
-    Shortened,
+    WithoutOuterHeader,
 }
 
 /// Loaded programs of generated_packets.bpf.c, which generate packets from one frame.
-pub struct Runner {
-    frame: Vec<u8>,
-    /// Programs that generate packets from the frame, in the order of [`Feed`].
-    feeds: [OwnedFd; 5],
+pub struct PacketRunner {
+    frame_bytes: Vec<u8>,
+    /// Programs that generate packets from the frame, in the order of [`PacketGenerator`].
+    generator_programs: [OwnedFd; 5],
     /// Baseline program that returns at once.
     pub empty: OwnedFd,
     /// Baseline program that parses packets and swaps their MAC addresses.
     pub parse_and_swap_macs: OwnedFd,
-    measured: MapHandle,
-    connections: usize,
-    queue: Option<ReceiveQueue>,
+    measured_program_map: MapHandle,
+    connection_count: usize,
+    receive_queue: Option<ReceiveQueueId>,
 }
 
-impl Runner {
+impl PacketRunner {
     /// Creates a runner that varies `frame` by each of `packets` in turn; their number is a power of two. Every
     /// `line_index` is below `lines`. New clients send to the same port as the frame.
-    pub fn new(frame: &Frame, packets: &[Packet], lines: u32) -> anyhow::Result<Self> {
+    pub fn new(frame: &FrameTemplate, packets: &[PacketVariation], lines: u32) -> anyhow::Result<Self> {
         ensure!(packets.len().is_power_of_two() && packets.len() <= PACKET_COUNT, "{} packets", packets.len());
-        let mut storage = MaybeUninit::uninit();
-        let mut open =
-            GeneratedPacketsSkelBuilder::default().open(&mut storage).context("opening generated_packets.bpf.o")?;
-        let constants = open.maps.rodata_data.as_deref_mut().context("generated_packets.bpf.o has no constants")?;
+        let mut skeleton_storage = MaybeUninit::uninit();
+        let mut opened_skeleton = GeneratedPacketsSkelBuilder::default()
+            .open(&mut skeleton_storage)
+            .context("opening generated_packets.bpf.o")?;
+        let constants =
+            opened_skeleton.maps.rodata_data.as_deref_mut().context("generated_packets.bpf.o has no constants")?;
         constants.packet_index_mask = packets.len() as u32 - 1;
         constants.first_word = u64::from_ne_bytes(frame.bytes[..8].try_into().expect("eight bytes"));
         constants.second_word = u64::from_ne_bytes(frame.bytes[8..16].try_into().expect("eight bytes"));
@@ -91,14 +94,15 @@ impl Runner {
         constants.ports_offset = frame.ports_offset;
         constants.tsecr_offset = frame.tsecr_offset;
         constants.destination_port = u32::from(frame.destination_port.to_be()) << 16;
-        open.maps.lines.set_max_entries(lines.max(1)).context("the number of lines")?;
-        let loaded = open.load().context("loading generated_packets.bpf.c")?;
-        let memory: MmapArray<[Packet; PACKET_COUNT]> = MmapArray::new(loaded.maps.bss_packets.as_fd())?;
-        memory.write(0, packets);
-        let programs = &loaded.progs;
+        opened_skeleton.maps.lines.set_max_entries(lines.max(1)).context("the number of lines")?;
+        let loaded_skeleton = opened_skeleton.load().context("loading generated_packets.bpf.c")?;
+        let packet_memory: MmapArray<[PacketVariation; PACKET_COUNT]> =
+            MmapArray::new(loaded_skeleton.maps.bss_packets.as_fd())?;
+        packet_memory.write(0, packets);
+        let programs = &loaded_skeleton.progs;
         Ok(Self {
-            frame: frame.bytes.clone(),
-            feeds: [
+            frame_bytes: frame.bytes.clone(),
+            generator_programs: [
                 programs.generated_packet.as_fd().try_clone_to_owned()?,
                 programs.generated_packet_with_line.as_fd().try_clone_to_owned()?,
                 programs.generated_packet_after_line.as_fd().try_clone_to_owned()?,
@@ -107,56 +111,61 @@ impl Runner {
             ],
             empty: programs.empty.as_fd().try_clone_to_owned()?,
             parse_and_swap_macs: programs.parse_and_swap_macs.as_fd().try_clone_to_owned()?,
-            measured: MapHandle::try_from(&loaded.maps.measured)?,
-            connections: packets.len(),
-            queue: None,
+            measured_program_map: MapHandle::try_from(&loaded_skeleton.maps.measured)?,
+            connection_count: packets.len(),
+            receive_queue: None,
         })
     }
 
-    pub fn on_queue(self, queue: ReceiveQueue) -> Self {
-        Self { queue: Some(queue), ..self }
+    pub fn with_receive_queue(self, queue: ReceiveQueueId) -> Self {
+        Self { receive_queue: Some(queue), ..self }
     }
 
     /// Returns the number of different packets, after which the first one is repeated.
-    pub fn connections(&self) -> usize {
-        self.connections
+    pub fn connection_count(&self) -> usize {
+        self.connection_count
     }
 
     /// Returns the mean time of one run (ns) and the last verdict. The time is CPU time of this thread, on which other
     /// processes have little influence.
-    pub fn run(&self, feed: Feed, program: BorrowedFd<'_>, repeat: u32) -> anyhow::Result<(f64, i32)> {
-        self.choose(program)?;
-        self.run_chosen(feed, repeat)
+    pub fn choose_and_run(
+        &self,
+        feed: PacketGenerator,
+        program: BorrowedFd<'_>,
+        repeat: u32,
+    ) -> anyhow::Result<(f64, i32)> {
+        self.choose_program(program)?;
+        self.run_chosen_program(feed, repeat)
     }
 
     /// Selects the program to measure. Interrupts other CPUs, because the kernel patches the tail call.
-    pub fn choose(&self, program: BorrowedFd<'_>) -> anyhow::Result<()> {
-        choose(&self.measured, program)
+    pub fn choose_program(&self, program: BorrowedFd<'_>) -> anyhow::Result<()> {
+        write_measured_program(&self.measured_program_map, program)
     }
 
-    /// Like [`run`](Self::run), but for the program that is already selected.
-    pub fn run_chosen(&self, feed: Feed, repeat: u32) -> anyhow::Result<(f64, i32)> {
-        run_feed(self.feeds[feed as usize].as_fd(), &self.frame, repeat, self.queue)
+    /// Like [`choose_and_run`](Self::run), but for the program that is already selected.
+    pub fn run_chosen_program(&self, feed: PacketGenerator, repeat: u32) -> anyhow::Result<(f64, i32)> {
+        run_generator(self.generator_programs[feed as usize].as_fd(), &self.frame_bytes, repeat, self.receive_queue)
     }
 }
 
 /// Selects the program that the generators of `bpf/feed.h` call.
-pub fn choose(measured: &MapHandle, program: BorrowedFd<'_>) -> anyhow::Result<()> {
-    let descriptor = program.as_raw_fd() as u32;
-    Ok(measured.update(&0u32.to_ne_bytes(), &descriptor.to_ne_bytes(), MapFlags::ANY)?)
+pub fn write_measured_program(measured: &MapHandle, program: BorrowedFd<'_>) -> anyhow::Result<()> {
+    let program_descriptor = program.as_raw_fd() as u32;
+    Ok(measured.update(&0u32.to_ne_bytes(), &program_descriptor.to_ne_bytes(), MapFlags::ANY)?)
 }
 
 /// Runs a generator `repeat` times. Returns the mean CPU time of this thread per run (ns), and the last verdict.
-pub fn run_feed(
+pub fn run_generator(
     feed: BorrowedFd<'_>,
     frame: &[u8],
     repeat: u32,
-    queue: Option<ReceiveQueue>,
+    queue: Option<ReceiveQueueId>,
 ) -> anyhow::Result<(f64, i32)> {
     let start = thread_cpu_time()?;
-    let outcome = test_run::run_from(feed, frame, repeat, queue)?;
+    let test_run_result = test_run::run_from(feed, frame, repeat, queue)?;
     let elapsed = thread_cpu_time()? - start;
-    Ok((elapsed.as_secs_f64() * 1e9 / f64::from(repeat), outcome.verdict))
+    Ok((elapsed.as_secs_f64() * 1e9 / f64::from(repeat), test_run_result.verdict))
 }
 
 pub fn thread_cpu_time() -> nix::Result<Duration> {

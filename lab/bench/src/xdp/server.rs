@@ -11,7 +11,7 @@ use coreward_dataplane::server::ServerPrograms;
 use coreward_dataplane::tc::Direction;
 use coreward_intf as intf;
 use coreward_model::consistency::ServiceMode;
-use coreward_model::cookie::{self, Cookie, CookieKey, FleetKeys, KeyIndex};
+use coreward_model::cookie::{self, Cookie, CookieKey, FleetCookieKeys, KeyIndex};
 use coreward_model::rss::seeded_rng;
 use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
@@ -21,9 +21,14 @@ use nix::time::{ClockId, clock_gettime};
 use rand::Rng as _;
 
 use super::MeasurementLength;
-use super::interleaved::{RoundTimes, difference, fastest_difference, median_of, quartiles};
-use super::runner::{Frame, PACKET_COUNT, Packet, choose, run_feed};
-use super::workload::{VIP, VIP_IPV6, client_ipv6, clients, request, request_ipv6, response, response_ipv6};
+use super::interleaved::{
+    NsByRound, difference_of_fastest_rounds, differences_by_round, median_of_rounds, quartile_range,
+};
+use super::runner::{FrameTemplate, PACKET_COUNT, PacketVariation, run_generator, write_measured_program};
+use super::workload::{
+    IPV4_SERVICE_ADDRESS, IPV6_SERVICE_ADDRESS, clients, ipv6_client_address, request, request_frame_ipv6,
+    response_frame, response_frame_ipv6,
+};
 use crate::report::{Report, Table};
 
 #[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks, unsafe_op_in_unsafe_fn, dead_code)]
@@ -38,54 +43,55 @@ const TC_ACT_UNSPEC: i32 = -1;
 
 /// Kind of packets whose cost is measured.
 #[derive(Clone, Copy)]
-struct Case {
+struct ServerPacketCase {
     direction: Direction,
     is_ipv6: bool,
     /// Whether the packets belong to a service. If so, the program changes and counts their timestamps.
     has_service: bool,
 }
 
-impl Case {
-    const INGRESS: Case = Case { direction: Direction::Ingress, is_ipv6: false, has_service: true };
-    const EGRESS: Case = Case { direction: Direction::Egress, ..Self::INGRESS };
+impl ServerPacketCase {
+    const INGRESS: ServerPacketCase =
+        ServerPacketCase { direction: Direction::Ingress, is_ipv6: false, has_service: true };
+    const EGRESS: ServerPacketCase = ServerPacketCase { direction: Direction::Egress, ..Self::INGRESS };
 
     /// Returns all kinds of packets, in the order of the report.
-    fn all() -> impl Iterator<Item = Case> {
-        [Self::INGRESS, Self::EGRESS]
-            .into_iter()
-            .flat_map(|case| [case, Case { is_ipv6: true, ..case }, Case { has_service: false, ..case }])
+    fn all() -> impl Iterator<Item = ServerPacketCase> {
+        [Self::INGRESS, Self::EGRESS].into_iter().flat_map(|case| {
+            [case, ServerPacketCase { is_ipv6: true, ..case }, ServerPacketCase { has_service: false, ..case }]
+        })
     }
 
-    fn counter(self) -> intf::server_counter {
+    fn expected_counter(self) -> intf::server_counter {
         match self.direction {
             Direction::Ingress => intf::SERVER_COUNTER_RESTORED,
             Direction::Egress => intf::SERVER_COUNTER_STAMPED,
         }
     }
 
-    fn frame(self) -> Frame {
+    fn frame_template(self) -> FrameTemplate {
         match (self.direction, self.is_ipv6) {
             (Direction::Ingress, false) => request(),
-            (Direction::Ingress, true) => request_ipv6(),
-            (Direction::Egress, false) => response(),
-            (Direction::Egress, true) => response_ipv6(),
+            (Direction::Ingress, true) => request_frame_ipv6(),
+            (Direction::Egress, false) => response_frame(),
+            (Direction::Egress, true) => response_frame_ipv6(),
         }
     }
 
-    fn vip(self) -> SocketAddr {
-        if self.is_ipv6 { VIP_IPV6.into() } else { VIP.into() }
+    fn service_address(self) -> SocketAddr {
+        if self.is_ipv6 { IPV6_SERVICE_ADDRESS.into() } else { IPV4_SERVICE_ADDRESS.into() }
     }
 
-    fn tuple(self, client: &SocketAddrV4) -> FourTuple {
+    fn four_tuple(self, client: &SocketAddrV4) -> FourTuple {
         if self.is_ipv6 {
-            FourTuple::ipv6((client_ipv6(*client.ip()), client.port()), VIP_IPV6)
+            FourTuple::ipv6((ipv6_client_address(*client.ip()), client.port()), IPV6_SERVICE_ADDRESS)
         } else {
-            FourTuple::ipv4((*client.ip(), client.port()), VIP)
+            FourTuple::ipv4((*client.ip(), client.port()), IPV4_SERVICE_ADDRESS)
         }
     }
 }
 
-impl fmt::Display for Case {
+impl fmt::Display for ServerPacketCase {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (direction, change) = match self.direction {
             Direction::Ingress => ("received", "TSecr restored"),
@@ -100,134 +106,141 @@ impl fmt::Display for Case {
 }
 
 /// Loaded programs of a server, with one service.
-struct Server {
-    programs: ServerPrograms,
-    keys: FleetKeys,
-    id: ServerId,
+struct LoadedServerPrograms {
+    server_programs: ServerPrograms,
+    cookie_keys: FleetCookieKeys,
+    server_id: ServerId,
 }
 
-impl Server {
+impl LoadedServerPrograms {
     /// Loads the programs with a service at the packets' address, or at another port for a case without a service.
-    fn new(case: Case) -> anyhow::Result<Self> {
+    fn new(case: ServerPacketCase) -> anyhow::Result<Self> {
         let mut rng = seeded_rng(1, 0);
-        let mut key = || CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
-        let keys = FleetKeys { keys: [key(), key()], current: KeyIndex::First };
-        let mut programs = ServerPrograms::load_only(false)?;
+        let mut random_key = || CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
+        let cookie_keys = FleetCookieKeys { keys: [random_key(), random_key()], current: KeyIndex::First };
+        let mut server_programs = ServerPrograms::load_only(false)?;
         // The first key stamps from a time before the first packet.
-        programs.set_keys(&keys, now_ms()? - 1000);
-        let id = ServerId::try_from(4711)?;
-        let mut socket = case.vip();
+        server_programs.set_keys(&cookie_keys, monotonic_now_ms()? - 1000);
+        let server_id = ServerId::try_from(4711)?;
+        let mut socket = case.service_address();
         if !case.has_service {
             socket.set_port(socket.port() + 1);
         }
         let address = ServiceAddress { socket, protocol: Protocol::Tcp };
-        programs.set_services(&[(address, id, ServiceMode::default())])?;
-        Ok(Self { programs, keys, id })
+        server_programs.set_services(&[(address, server_id, ServiceMode::default())])?;
+        Ok(Self { server_programs, cookie_keys, server_id })
     }
 
-    fn packets(&self, case: Case) -> anyhow::Result<Vec<Packet>> {
-        let milliseconds = now_ms()?;
-        let packet = |client: &SocketAddrV4| {
-            let (tuple, cookie) = (case.tuple(client), Cookie::Server(self.id));
-            let tsecr = cookie::stamp_tsval(&self.keys, &self.programs.time_key(), &tuple, cookie, milliseconds);
-            let mut ports = [client.port().to_be_bytes(), VIP.1.to_be_bytes()];
+    fn packet_variations(&self, case: ServerPacketCase) -> anyhow::Result<Vec<PacketVariation>> {
+        let milliseconds = monotonic_now_ms()?;
+        let packet_variation = |client: &SocketAddrV4| {
+            let (tuple, cookie) = (case.four_tuple(client), Cookie::Server(self.server_id));
+            let tsecr =
+                cookie::stamp_tsval(&self.cookie_keys, &self.server_programs.time_key(), &tuple, cookie, milliseconds);
+            let mut ports = [client.port().to_be_bytes(), IPV4_SERVICE_ADDRESS.1.to_be_bytes()];
             if matches!(case.direction, Direction::Egress) {
                 ports.reverse();
             }
-            Packet {
+            PacketVariation {
                 client_address: u32::from_ne_bytes(client.ip().octets()),
                 ports: u32::from_ne_bytes(ports.concat().try_into().expect("four bytes")),
                 tsecr: tsecr.to_be(),
                 line_index: 0,
             }
         };
-        Ok(clients(PACKET_COUNT).iter().map(packet).collect())
+        Ok(clients(PACKET_COUNT).iter().map(packet_variation).collect())
     }
 
-    fn counted(&self, case: Case) -> u64 {
-        self.programs.counter(case.counter())
+    fn changed_packet_count(&self, case: ServerPacketCase) -> u64 {
+        self.server_programs.counter(case.expected_counter())
     }
 }
 
 /// Loaded programs of generated_segments.bpf.c, which generate packets from one frame.
-struct Runner {
-    frame: Vec<u8>,
-    feed: OwnedFd,
+struct SegmentRunner {
+    frame_bytes: Vec<u8>,
+    generator_program: OwnedFd,
     empty: OwnedFd,
     parse_and_swap_macs: OwnedFd,
-    measured: MapHandle,
+    measured_program_map: MapHandle,
 }
 
-impl Runner {
-    fn new(case: Case, packets: &[Packet]) -> anyhow::Result<Self> {
+impl SegmentRunner {
+    fn new(case: ServerPacketCase, packets: &[PacketVariation]) -> anyhow::Result<Self> {
         ensure!(packets.len().is_power_of_two() && packets.len() <= PACKET_COUNT, "{} packets", packets.len());
-        let frame = case.frame();
-        let mut bytes = frame.bytes;
+        let frame = case.frame_template();
+        let mut frame_bytes = frame.bytes;
         // MAC address of the loopback device, so that the test run treats the packet as addressed to this host.
-        bytes[..6].fill(0);
-        let mut storage = MaybeUninit::uninit();
-        let mut open =
-            GeneratedSegmentsSkelBuilder::default().open(&mut storage).context("opening generated_segments.bpf.o")?;
-        let constants = open.maps.rodata_data.as_deref_mut().context("generated_segments.bpf.o has no constants")?;
+        frame_bytes[..6].fill(0);
+        let mut skeleton_storage = MaybeUninit::uninit();
+        let mut opened_skeleton = GeneratedSegmentsSkelBuilder::default()
+            .open(&mut skeleton_storage)
+            .context("opening generated_segments.bpf.o")?;
+        let constants =
+            opened_skeleton.maps.rodata_data.as_deref_mut().context("generated_segments.bpf.o has no constants")?;
         constants.packet_index_mask = packets.len() as u32 - 1;
         constants.client_offset = frame.client_offset;
         constants.ports_offset = frame.ports_offset;
         constants.timestamp_offset = frame.tsecr_offset;
-        let loaded = open.load().context("loading generated_segments.bpf.c")?;
-        let memory: MmapArray<[Packet; PACKET_COUNT]> = MmapArray::new(loaded.maps.bss_packets.as_fd())?;
-        memory.write(0, packets);
-        let feed = match case.direction {
-            Direction::Ingress => loaded.progs.generated_request.as_fd().try_clone_to_owned()?,
-            Direction::Egress => loaded.progs.generated_response.as_fd().try_clone_to_owned()?,
+        let loaded_skeleton = opened_skeleton.load().context("loading generated_segments.bpf.c")?;
+        let packet_memory: MmapArray<[PacketVariation; PACKET_COUNT]> =
+            MmapArray::new(loaded_skeleton.maps.bss_packets.as_fd())?;
+        packet_memory.write(0, packets);
+        let generator_program = match case.direction {
+            Direction::Ingress => loaded_skeleton.progs.generated_request.as_fd().try_clone_to_owned()?,
+            Direction::Egress => loaded_skeleton.progs.generated_response.as_fd().try_clone_to_owned()?,
         };
         Ok(Self {
-            frame: bytes,
-            feed,
-            empty: loaded.progs.empty.as_fd().try_clone_to_owned()?,
-            parse_and_swap_macs: loaded.progs.parse_and_swap_macs.as_fd().try_clone_to_owned()?,
-            measured: MapHandle::try_from(&loaded.maps.measured)?,
+            frame_bytes,
+            generator_program,
+            empty: loaded_skeleton.progs.empty.as_fd().try_clone_to_owned()?,
+            parse_and_swap_macs: loaded_skeleton.progs.parse_and_swap_macs.as_fd().try_clone_to_owned()?,
+            measured_program_map: MapHandle::try_from(&loaded_skeleton.maps.measured)?,
         })
     }
 
     /// Returns the mean time of `program` per packet (ns). Fails when the verdict is unexpected.
-    fn run(&self, program: BorrowedFd<'_>, packets: u32) -> anyhow::Result<f64> {
-        choose(&self.measured, program)?;
-        let (time, verdict) = run_feed(self.feed.as_fd(), &self.frame, packets, None)?;
+    fn measure_program(&self, program: BorrowedFd<'_>, packets: u32) -> anyhow::Result<f64> {
+        write_measured_program(&self.measured_program_map, program)?;
+        let (mean_ns, verdict) = run_generator(self.generator_program.as_fd(), &self.frame_bytes, packets, None)?;
         ensure!(verdict == TC_ACT_UNSPEC, "the last packet's verdict was {verdict}");
-        Ok(time)
+        Ok(mean_ns)
     }
 }
 
-struct Measured {
-    case: Case,
-    empty: RoundTimes,
-    swap: RoundTimes,
-    server: RoundTimes,
+struct ServerMeasurement {
+    case: ServerPacketCase,
+    empty_ns: NsByRound,
+    parse_and_swap_ns: NsByRound,
+    server_ns: NsByRound,
 }
 
-fn measure(case: Case, length: &MeasurementLength) -> anyhow::Result<Measured> {
-    let server = Server::new(case)?;
-    let runner = Runner::new(case, &server.packets(case)?)?;
-    let program = server.programs.program(case.direction);
-    let (mut empty, mut swap, mut measured) = (RoundTimes::new(), RoundTimes::new(), RoundTimes::new());
+fn measure(case: ServerPacketCase, length: &MeasurementLength) -> anyhow::Result<ServerMeasurement> {
+    let server = LoadedServerPrograms::new(case)?;
+    let runner = SegmentRunner::new(case, &server.packet_variations(case)?)?;
+    let program = server.server_programs.program(case.direction);
+    let (mut empty_ns, mut parse_and_swap_ns, mut server_ns) = (NsByRound::new(), NsByRound::new(), NsByRound::new());
     // The first round warms branch predictors and caches and does not count.
     for round in 0..=length.rounds {
-        let floors =
-            [&runner.empty, &runner.parse_and_swap_macs].map(|floor| runner.run(floor.as_fd(), length.packets));
-        let before = server.counted(case);
-        let time = runner.run(program, length.packets)?;
-        let counted = server.counted(case) - before;
-        let expected = if case.has_service { u64::from(length.packets) } else { 0 };
-        ensure!(counted == expected, "{case}: {counted} packets were counted, expected {expected}");
-        let [of_empty, of_swap] = floors;
+        let baseline_results = [&runner.empty, &runner.parse_and_swap_macs]
+            .map(|floor| runner.measure_program(floor.as_fd(), length.packets));
+        let changed_before = server.changed_packet_count(case);
+        let mean_ns = runner.measure_program(program, length.packets)?;
+        let changed_packets = server.changed_packet_count(case) - changed_before;
+        let expected_packets = if case.has_service { u64::from(length.packets) } else { 0 };
+        ensure!(
+            changed_packets == expected_packets,
+            "{case}: {changed_packets} packets were counted, expected {expected_packets}"
+        );
+        let [of_empty, of_swap] = baseline_results;
         let (of_empty, of_swap) = (of_empty?, of_swap?);
         if round > 0 {
-            empty.push(of_empty);
-            swap.push(of_swap);
-            measured.push(time);
+            empty_ns.push(of_empty);
+            parse_and_swap_ns.push(of_swap);
+            server_ns.push(mean_ns);
         }
     }
-    Ok(Measured { case, empty, swap, server: measured })
+    Ok(ServerMeasurement { case, empty_ns, parse_and_swap_ns, server_ns })
 }
 
 /// Measures the server's programs for all kinds of packets. Fails without the capabilities to load BPF programs, or
@@ -241,28 +254,30 @@ pub fn run(length: &MeasurementLength) -> anyhow::Result<Report> {
         "multiple of parse + swap",
         "empty, ns",
     ]);
-    for case in Case::all() {
-        let measured = measure(case, length).with_context(|| case.to_string())?;
-        let above_empty = difference(&measured.server, &measured.empty);
-        let fastest = fastest_difference(&measured.server, &measured.empty);
+    for case in ServerPacketCase::all() {
+        let measurement = measure(case, length).with_context(|| case.to_string())?;
+        let ns_above_empty = differences_by_round(&measurement.server_ns, &measurement.empty_ns);
+        let fastest_ns_above_empty = difference_of_fastest_rounds(&measurement.server_ns, &measurement.empty_ns);
         table.add_row([
-            measured.case.to_string().into(),
-            median_of(&above_empty).into(),
-            quartiles(&above_empty).into(),
-            fastest.into(),
-            (fastest / fastest_difference(&measured.swap, &measured.empty)).into(),
-            median_of(&measured.empty).into(),
+            measurement.case.to_string().into(),
+            median_of_rounds(&ns_above_empty).into(),
+            quartile_range(&ns_above_empty).into(),
+            fastest_ns_above_empty.into(),
+            (fastest_ns_above_empty
+                / difference_of_fastest_rounds(&measurement.parse_and_swap_ns, &measurement.empty_ns))
+            .into(),
+            median_of_rounds(&measurement.empty_ns).into(),
         ]);
     }
-    let about = format!(
+    let method = format!(
         "server.bpf.c at tc on a fresh packet each time, as for the load balancer's program; {} rounds of {} packets \
          per program, in turns. `empty` returns at once; `parse + swap MACs` does that at tc. The packets have no \
          socket, so PAWS clamp and steering are not included.",
         length.rounds, length.packets,
     );
-    Ok(Report { name: "server", title: "The server's programs", about, tables: vec![table] })
+    Ok(Report { name: "server", heading: "The server's programs", method, tables: vec![table] })
 }
 
-fn now_ms() -> anyhow::Result<u32> {
+fn monotonic_now_ms() -> anyhow::Result<u32> {
     Ok(std::time::Duration::from(clock_gettime(ClockId::CLOCK_MONOTONIC)?).as_millis() as u32)
 }

@@ -8,20 +8,20 @@ use std::collections::HashSet;
 use std::time::Instant;
 
 use anyhow::{Context as _, ensure};
-use coreward_dataplane::lb::Counters;
+use coreward_dataplane::lb::PacketCounters;
 use coreward_intf as intf;
 use coreward_model::connection_table::{ConnectionIndex, TableSize};
 use coreward_model::consistency::Consistency;
 use coreward_model::placement::PlacementRule;
 
-use super::balancer::{Balancer, BalancerSetup, CONNECTION_TABLE_ENTRIES};
-use super::flood::two_cpus;
-use super::interleaved::{RoundTimes, interleave, median_of, quartiles_with};
-use super::workload::{Case, syn};
+use super::balancer::{CONNECTION_TABLE_ENTRIES, CaseLoadBalancer, PlacementSetup};
+use super::flood::first_two_cpus;
+use super::interleaved::{NsByRound, interleave, median_of_rounds, quartile_range_with_decimals};
+use super::workload::{PacketCase, syn_frame};
 use crate::cpus::{self, THIS_THREAD};
 use crate::namespace;
 use crate::report::{Cell, Goal, Report, Table, goal_cells};
-use generator::{Floor, Generator, LIVE_PACKET_COUNT, Traffic};
+use generator::{BaselineProgram, FrameGenerator, GeneratedTraffic, LIVE_PACKET_COUNT};
 use wire::{NapiThread, NapiUsage, VethPair, raise_priority};
 
 /// Number of rounds and frames of the measurement.
@@ -46,113 +46,132 @@ impl Default for Args {
 struct ServiceTraffic {
     name: &'static str,
     consistency: Consistency,
-    rule: PlacementRule,
+    placement_rule: PlacementRule,
     /// Number of SYNs of new clients among 16 packets; the other packets belong to open connections.
     syns_per_16: usize,
     /// Goal for the CPU time of the first baseline divided by that of this traffic.
-    goal: Option<Goal>,
+    ratio_goal: Option<Goal>,
     /// Baseline program that is measured instead of a load balancer.
-    floor: Option<Floor>,
+    baseline: Option<BaselineProgram>,
 }
 
 impl ServiceTraffic {
-    const FLOOR: ServiceTraffic = ServiceTraffic {
+    const SWAP_MACS_BASELINE: ServiceTraffic = ServiceTraffic {
         name: "swap MACs",
         consistency: Consistency::None,
-        rule: PlacementRule::Table,
+        placement_rule: PlacementRule::Table,
         syns_per_16: 0,
-        goal: None,
-        floor: Some(Floor::SwapMacs),
+        ratio_goal: None,
+        baseline: Some(BaselineProgram::SwapMacs),
     };
 
     /// Returns all kinds of traffic, baselines first.
-    fn all() -> Vec<ServiceTraffic> {
-        let goal = |ratio| Some(Goal::AtLeast(ratio));
-        let established =
-            ServiceTraffic { goal: goal(0.97), consistency: Consistency::Stateless, floor: None, ..Self::FLOOR };
-        let new = ServiceTraffic { goal: goal(0.90), syns_per_16: 16, ..established };
+    fn all_kinds() -> Vec<ServiceTraffic> {
+        let at_least = |ratio| Some(Goal::AtLeast(ratio));
+        let established_traffic = ServiceTraffic {
+            ratio_goal: at_least(0.97),
+            consistency: Consistency::Stateless,
+            baseline: None,
+            ..Self::SWAP_MACS_BASELINE
+        };
+        let new_traffic = ServiceTraffic { ratio_goal: at_least(0.90), syns_per_16: 16, ..established_traffic };
         vec![
-            Self::FLOOR,
+            Self::SWAP_MACS_BASELINE,
             ServiceTraffic {
                 name: "swap MACs, read the returned timestamp",
-                floor: Some(Floor::ReadTsecr),
-                ..Self::FLOOR
+                baseline: Some(BaselineProgram::ReadTsecr),
+                ..Self::SWAP_MACS_BASELINE
             },
-            ServiceTraffic { name: "established, stateless", ..established },
+            ServiceTraffic { name: "established, stateless", ..established_traffic },
             ServiceTraffic {
                 name: "established, stateful",
                 consistency: Consistency::Stateful,
-                goal: None,
-                ..established
+                ratio_goal: None,
+                ..established_traffic
             },
             ServiceTraffic {
                 name: "established, hash-table",
                 consistency: Consistency::HashTable,
-                goal: None,
-                ..established
+                ratio_goal: None,
+                ..established_traffic
             },
-            ServiceTraffic { name: "new, stateless, hash or crossrss", ..new },
+            ServiceTraffic { name: "new, stateless, hash or crossrss", ..new_traffic },
             ServiceTraffic {
                 name: "new, stateless, crossrss-plus",
-                rule: PlacementRule::LeastAssigned,
-                goal: goal(0.87),
-                ..new
+                placement_rule: PlacementRule::LeastAssigned,
+                ratio_goal: at_least(0.87),
+                ..new_traffic
             },
-            ServiceTraffic { name: "new, stateful", consistency: Consistency::Stateful, goal: goal(0.75), ..new },
-            ServiceTraffic { name: "new, hash-table", consistency: Consistency::HashTable, goal: goal(0.6), ..new },
+            ServiceTraffic {
+                name: "new, stateful",
+                consistency: Consistency::Stateful,
+                ratio_goal: at_least(0.75),
+                ..new_traffic
+            },
+            ServiceTraffic {
+                name: "new, hash-table",
+                consistency: Consistency::HashTable,
+                ratio_goal: at_least(0.6),
+                ..new_traffic
+            },
             ServiceTraffic {
                 name: "mixed: 15 established, 1 new; stateless",
                 syns_per_16: 1,
-                goal: None,
-                ..established
+                ratio_goal: None,
+                ..established_traffic
             },
             ServiceTraffic {
                 name: "mixed: 15 established, 1 new; stateful",
                 consistency: Consistency::Stateful,
                 syns_per_16: 1,
-                goal: None,
-                ..established
+                ratio_goal: None,
+                ..established_traffic
             },
         ]
     }
 
     /// Returns the case of packets that belong to open connections.
-    fn case(&self) -> Case {
-        Case::Established(self.consistency, LIVE_PACKET_COUNT)
+    fn established_case(&self) -> PacketCase {
+        PacketCase::Established(self.consistency, LIVE_PACKET_COUNT)
     }
 
-    fn setup(&self) -> anyhow::Result<BalancerSetup> {
-        let entries = match self.consistency {
+    fn placement_setup(&self) -> anyhow::Result<PlacementSetup> {
+        let connection_table_entries = match self.consistency {
             Consistency::Stateful => CONNECTION_TABLE_ENTRIES,
             _ => u64::from(intf::CONNECTIONS_PER_PARTITION),
         };
-        let flow_entries = match self.consistency {
+        let flow_table_entries = match self.consistency {
             Consistency::HashTable => intf::DEFAULT_FLOW_TABLE_ENTRIES,
             _ => intf::FLOW_SET_ENTRIES,
         };
-        Ok(BalancerSetup { rule: self.rule, rss_group_count: 1, entries: TableSize::try_from(entries)?, flow_entries })
+        Ok(PlacementSetup {
+            placement_rule: self.placement_rule,
+            rss_group_count: 1,
+            connection_table_size: TableSize::try_from(connection_table_entries)?,
+            flow_table_entries,
+        })
     }
 
     /// Returns whether packet `number` is a SYN of a new client.
-    fn is_new(&self, number: usize) -> bool {
+    fn is_syn(&self, number: usize) -> bool {
         // Odd steps through the numbers below 16: each once, and no pattern that repeats within a batch.
         (number * 7 + number / 16 * 5) % 16 < self.syns_per_16
     }
 }
 
 /// Load balancer or baseline program on its own pair of devices.
-struct TestEnv {
+struct TrafficTestEnv {
     service_traffic: ServiceTraffic,
-    balancer: Option<Balancer>,
+    balancer: Option<CaseLoadBalancer>,
     /// Indices of the connection table's entries that are used from the start.
-    open: HashSet<ConnectionIndex>,
-    generator: Generator,
-    tested_thread: NapiThread,
-    sink: NapiThread,
+    open_connections: HashSet<ConnectionIndex>,
+    generator: FrameGenerator,
+    tested_napi_thread: NapiThread,
+    sink_napi_thread: NapiThread,
 }
 
 /// Results of one kind of traffic in one round.
-struct TurnResult {
+struct TrafficRoundResult {
     /// CPU time of the tested end's thread per frame (ns).
     cpu_ns_per_frame: f64,
     /// Rate of frames by wall-clock time, in millions per second.
@@ -163,86 +182,100 @@ struct TurnResult {
     returned_fraction: f64,
 }
 
-impl TestEnv {
+impl TrafficTestEnv {
     /// Sets up devices and programs for one kind of traffic. `cpus`: those of the generator and of the tested end.
-    fn new(lane: ServiceTraffic, number: usize, cpus: [usize; 2]) -> anyhow::Result<Self> {
-        let wire = VethPair::new(number)?;
+    fn new(service_traffic: ServiceTraffic, pair_number: usize, cpus: [usize; 2]) -> anyhow::Result<Self> {
+        let veth_pair = VethPair::new(pair_number)?;
         // The baselines get frames of open connections.
-        let source = Balancer::with_setup(lane.case(), lane.setup()?)?;
-        let balancer = lane.floor.is_none().then_some(source);
-        Self::set_up(wire, lane, balancer, cpus)
+        let configured_balancer =
+            CaseLoadBalancer::with_setup(service_traffic.established_case(), service_traffic.placement_setup()?)?;
+        let balancer = service_traffic.baseline.is_none().then_some(configured_balancer);
+        Self::set_up(veth_pair, service_traffic, balancer, cpus)
     }
 
     fn set_up(
         wire: VethPair,
         service_traffic: ServiceTraffic,
-        balancer: Option<Balancer>,
+        balancer: Option<CaseLoadBalancer>,
         cpus: [usize; 2],
     ) -> anyhow::Result<Self> {
-        let case = service_traffic.case();
+        let established_case = service_traffic.established_case();
         let packets = match &balancer {
             Some(balancer) => balancer.packets()?,
             None => vec![Default::default(); LIVE_PACKET_COUNT],
         };
-        let (established, syn) = (case.frame(), syn());
-        let traffic = Traffic {
-            frames: [&established, &syn],
+        let (established_frame, syn_frame) = (established_case.frame_template(), syn_frame());
+        let traffic = GeneratedTraffic {
+            frame_templates: [&established_frame, &syn_frame],
             packets: &packets,
-            is_new: &|number| service_traffic.is_new(number),
+            is_syn: &|number| service_traffic.is_syn(number),
         };
-        let generator = Generator::new(&wire, &traffic, service_traffic.floor)?;
-        let open =
+        let generator = FrameGenerator::new(&wire, &traffic, service_traffic.baseline)?;
+        let open_connections =
             balancer.as_ref().map(|balancer| balancer.entries_by_client().into_values().collect()).unwrap_or_default();
         if let Some(balancer) = &balancer {
             balancer.attach(&wire.tested_end)?;
         }
         Ok(Self {
             service_traffic,
-            open,
+            open_connections,
             generator,
-            tested_thread: NapiThread::start(&wire.tested_end, cpus[1])?,
-            sink: NapiThread::start(&wire.generator_end, cpus[0])?,
+            tested_napi_thread: NapiThread::start(&wire.tested_end, cpus[1])?,
+            sink_napi_thread: NapiThread::start(&wire.generator_end, cpus[0])?,
             balancer,
         })
     }
 
-    fn take_turn(&self, frames: u32) -> anyhow::Result<TurnResult> {
-        let counters = self.balancer.as_ref().map(Balancer::counters);
-        let (tested, sink) = (self.tested_thread.usage_when_idle()?, self.sink.usage_when_idle()?);
+    fn measure_round(&self, frames: u32) -> anyhow::Result<TrafficRoundResult> {
+        let counters_before = self.balancer.as_ref().map(CaseLoadBalancer::counters);
+        let (tested_usage_before, sink_usage_before) =
+            (self.tested_napi_thread.wait_for_idle_usage()?, self.sink_napi_thread.wait_for_idle_usage()?);
         let start = Instant::now();
         self.generator.send(frames)?;
-        let work = self.tested_thread.usage_when_idle()?.since(tested);
+        let tested_usage = self.tested_napi_thread.wait_for_idle_usage()?.difference_since(tested_usage_before);
         let elapsed = start.elapsed().as_secs_f64();
-        let returned = self.sink.usage_when_idle()?.since(sink);
-        if let (Some(before), Some(balancer)) = (counters, &self.balancer) {
-            self.check(&work, &before, &balancer.counters())?;
+        let sink_usage = self.sink_napi_thread.wait_for_idle_usage()?.difference_since(sink_usage_before);
+        if let (Some(before), Some(balancer)) = (counters_before, &self.balancer) {
+            self.check_counters(&tested_usage, &before, &balancer.counters())?;
             if self.service_traffic.consistency == Consistency::Stateful {
-                balancer.free_all_but(&self.open)?;
+                balancer.free_all_but(&self.open_connections)?;
             }
         }
-        ensure!(work.frames > 0, "{}: no frame arrived", self.service_traffic.name);
-        Ok(TurnResult {
-            cpu_ns_per_frame: work.time as f64 / work.frames as f64,
-            million_frames_per_second: work.frames as f64 / elapsed / 1e6,
-            busy_fraction: work.time as f64 / 1e9 / elapsed,
-            returned_fraction: returned.frames as f64 / work.frames as f64,
+        ensure!(tested_usage.received_frames > 0, "{}: no frame arrived", self.service_traffic.name);
+        Ok(TrafficRoundResult {
+            cpu_ns_per_frame: tested_usage.time as f64 / tested_usage.received_frames as f64,
+            million_frames_per_second: tested_usage.received_frames as f64 / elapsed / 1e6,
+            busy_fraction: tested_usage.time as f64 / 1e9 / elapsed,
+            returned_fraction: sink_usage.received_frames as f64 / tested_usage.received_frames as f64,
         })
     }
 
     /// Checks by the counters that each frame was forwarded in the way of the service's mode.
-    fn check(&self, work: &NapiUsage, before: &Counters, after: &Counters) -> anyhow::Result<()> {
-        let packets = |counter: usize| after.packets[counter] - before.packets[counter];
-        let (first, open) =
-            (packets(intf::LB_COUNTER_NEW_CONNECTION as usize), packets(self.service_traffic.case().counter()));
-        let name = self.service_traffic.name;
-        ensure!(first + open == work.frames, "{name}: {first} new and {open} others of {} frames", work.frames);
-        ensure!(
-            (first > 0, open > 0) == (self.service_traffic.syns_per_16 > 0, self.service_traffic.syns_per_16 < 16),
-            "{name}: {first} new, {open} others"
+    fn check_counters(
+        &self,
+        tested_usage: &NapiUsage,
+        before: &PacketCounters,
+        after: &PacketCounters,
+    ) -> anyhow::Result<()> {
+        let counted_packets = |counter: usize| after.packets_by_outcome[counter] - before.packets_by_outcome[counter];
+        let (new_count, established_count) = (
+            counted_packets(intf::LB_COUNTER_NEW_CONNECTION as usize),
+            counted_packets(self.service_traffic.established_case().expected_counter()),
         );
-        let event = intf::LB_EVENT_CONNECTION_TABLE_FULL as usize;
-        let without_entry = after.events[event] - before.events[event];
-        ensure!(without_entry == 0, "{name}: {without_entry} new connections found no free entry");
+        let name = self.service_traffic.name;
+        ensure!(
+            new_count + established_count == tested_usage.received_frames,
+            "{name}: {new_count} new and {established_count} others of {} frames",
+            tested_usage.received_frames
+        );
+        ensure!(
+            (new_count > 0, established_count > 0)
+                == (self.service_traffic.syns_per_16 > 0, self.service_traffic.syns_per_16 < 16),
+            "{name}: {new_count} new, {established_count} others"
+        );
+        let table_full_event = intf::LB_EVENT_CONNECTION_TABLE_FULL as usize;
+        let syns_without_entry = after.event_counts[table_full_event] - before.event_counts[table_full_event];
+        ensure!(syns_without_entry == 0, "{name}: {syns_without_entry} new connections found no free entry");
         Ok(())
     }
 }
@@ -254,23 +287,23 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
 }
 
 fn measure(args: &Args) -> anyhow::Result<Report> {
-    let cpus = two_cpus("coreward-lab bench throughput")?;
-    namespace::enter_new()?;
-    let lanes = ServiceTraffic::all().into_iter().enumerate();
-    let envs = lanes.map(|(number, lane)| TestEnv::new(lane, number, cpus).context(lane.name));
-    let envs: Vec<TestEnv> = envs.collect::<anyhow::Result<_>>()?;
+    let cpus = first_two_cpus("coreward-lab bench throughput")?;
+    namespace::enter_new_network_namespace()?;
+    let traffic_kinds = ServiceTraffic::all_kinds().into_iter().enumerate();
+    let envs = traffic_kinds.map(|(number, lane)| TrafficTestEnv::new(lane, number, cpus).context(lane.name));
+    let envs: Vec<TrafficTestEnv> = envs.collect::<anyhow::Result<_>>()?;
     cpus::bind_to_cpu(THIS_THREAD, cpus[0])?;
     raise_priority(nix::unistd::gettid())?;
-    let turns = interleave(envs.len(), args.rounds, |position| {
+    let results_by_traffic = interleave(envs.len(), args.rounds, |position| {
         let env = &envs[position];
-        env.take_turn(args.frames).context(env.service_traffic.name)
+        env.measure_round(args.frames).context(env.service_traffic.name)
     })?;
-    let measured: Vec<(ServiceTraffic, Vec<TurnResult>)> =
-        envs.iter().map(|env| env.service_traffic).zip(turns).collect();
-    Ok(report(&measured, args, cpus))
+    let measurements: Vec<(ServiceTraffic, Vec<TrafficRoundResult>)> =
+        envs.iter().map(|env| env.service_traffic).zip(results_by_traffic).collect();
+    Ok(build_report(&measurements, args, cpus))
 }
 
-fn report(measured: &[(ServiceTraffic, Vec<TurnResult>)], args: &Args, cpus: [usize; 2]) -> Report {
+fn build_report(measurements: &[(ServiceTraffic, Vec<TrafficRoundResult>)], args: &Args, cpus: [usize; 2]) -> Report {
     let mut table = Table::new(&[
         "traffic",
         "rate / floor",
@@ -283,35 +316,41 @@ fn report(measured: &[(ServiceTraffic, Vec<TurnResult>)], args: &Args, cpus: [us
         "busy, %",
         "returned, %",
     ]);
-    let floor = &measured[0].1;
-    for (lane, turns) in measured {
-        table.add_row(row(lane, turns, floor));
+    let baseline_rounds = &measurements[0].1;
+    for (lane, turns) in measurements {
+        table.add_row(traffic_row(lane, turns, baseline_rounds));
     }
-    Report { name: "throughput", title: "Live frames", about: about(args, cpus), tables: vec![table] }
+    Report { name: "throughput", heading: "Live frames", method: describe_method(args, cpus), tables: vec![table] }
 }
 
-fn row(lane: &ServiceTraffic, turns: &[TurnResult], floor: &[TurnResult]) -> [Cell; 10] {
-    let of = |turns: &[TurnResult], of: fn(&TurnResult) -> f64| -> RoundTimes { turns.iter().map(of).collect() };
-    let paired = |ratio: fn(&TurnResult, &TurnResult) -> f64| -> RoundTimes {
-        turns.iter().zip(floor).map(|(turn, floor)| ratio(turn, floor)).collect()
+fn traffic_row(
+    service_traffic: &ServiceTraffic,
+    rounds: &[TrafficRoundResult],
+    baseline_rounds: &[TrafficRoundResult],
+) -> [Cell; 10] {
+    let values_of = |turns: &[TrafficRoundResult], of: fn(&TrafficRoundResult) -> f64| -> NsByRound {
+        turns.iter().map(of).collect()
     };
-    let by_time = paired(|turn, floor| floor.cpu_ns_per_frame / turn.cpu_ns_per_frame);
-    let [goal, verdict] = goal_cells(lane.goal, median_of(&by_time));
+    let values_by_round = |ratio: fn(&TrafficRoundResult, &TrafficRoundResult) -> f64| -> NsByRound {
+        rounds.iter().zip(baseline_rounds).map(|(turn, floor)| ratio(turn, floor)).collect()
+    };
+    let cpu_time_ratios = values_by_round(|turn, floor| floor.cpu_ns_per_frame / turn.cpu_ns_per_frame);
+    let [goal, verdict] = goal_cells(service_traffic.ratio_goal, median_of_rounds(&cpu_time_ratios));
     [
-        lane.name.into(),
-        Cell::Text(format!("{:.2}", median_of(&by_time))),
-        quartiles_with(&by_time, 2).into(),
+        service_traffic.name.into(),
+        Cell::Text(format!("{:.2}", median_of_rounds(&cpu_time_ratios))),
+        quartile_range_with_decimals(&cpu_time_ratios, 2).into(),
         goal,
         verdict,
-        median_of(&of(turns, |turn| turn.cpu_ns_per_frame)).into(),
-        median_of(&paired(|turn, floor| turn.cpu_ns_per_frame - floor.cpu_ns_per_frame)).into(),
-        median_of(&of(turns, |turn| turn.million_frames_per_second)).into(),
-        (median_of(&of(turns, |turn| turn.busy_fraction)) * 100.0).into(),
-        (median_of(&of(turns, |turn| turn.returned_fraction)) * 100.0).into(),
+        median_of_rounds(&values_of(rounds, |turn| turn.cpu_ns_per_frame)).into(),
+        median_of_rounds(&values_by_round(|turn, floor| turn.cpu_ns_per_frame - floor.cpu_ns_per_frame)).into(),
+        median_of_rounds(&values_of(rounds, |turn| turn.million_frames_per_second)).into(),
+        (median_of_rounds(&values_of(rounds, |turn| turn.busy_fraction)) * 100.0).into(),
+        (median_of_rounds(&values_of(rounds, |turn| turn.returned_fraction)) * 100.0).into(),
     ]
 }
 
-fn about(args: &Args, cpus: [usize; 2]) -> String {
+fn describe_method(args: &Args, cpus: [usize; 2]) -> String {
     format!(
         "A thread on CPU {} redirects live frames (BPF_F_TEST_XDP_LIVE_FRAMES) into one end of a veth pair. At the \
          other end a NAPI thread on CPU {} runs the program under test as native XDP; frames that it returns are \

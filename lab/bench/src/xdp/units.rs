@@ -7,8 +7,11 @@ use anyhow::Context as _;
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 
 use super::MeasurementLength;
-use super::interleaved::{Program, Turn, difference, fastest_difference, median_of, quartiles, run_interleaved};
-use super::runner::{Packet, Runner};
+use super::interleaved::{
+    InterleavedProgram, Program, difference_of_fastest_rounds, differences_by_round, measure_interleaved,
+    median_of_rounds, quartile_range,
+};
+use super::runner::{PacketRunner, PacketVariation};
 use super::workload::request;
 use crate::report::Table;
 
@@ -18,34 +21,42 @@ mod skeleton {
 }
 
 /// Number of operations per run of a program: REPEATS of bpf/units.bpf.c.
-const REPEATS: f64 = 64.0;
+const OPERATIONS_PER_RUN: f64 = 64.0;
 
 /// Measures the time of each single operation. Fails without the right to load BPF programs.
-pub fn measure(length: &MeasurementLength) -> anyhow::Result<Table> {
-    let mut storage = MaybeUninit::uninit();
-    let open = skeleton::UnitsSkelBuilder::default().open(&mut storage).context("opening units.bpf.o")?;
-    let loaded = open.load().context("loading units.bpf.c")?;
-    let programs = &loaded.progs;
-    let units = [
+pub fn measure_operations(length: &MeasurementLength) -> anyhow::Result<Table> {
+    let mut skeleton_storage = MaybeUninit::uninit();
+    let opened_skeleton =
+        skeleton::UnitsSkelBuilder::default().open(&mut skeleton_storage).context("opening units.bpf.o")?;
+    let loaded_skeleton = opened_skeleton.load().context("loading units.bpf.c")?;
+    let programs = &loaded_skeleton.progs;
+    let operations = [
         ("call of a BPF function, and its return", programs.unit_call.as_fd()),
         ("atomic addition", programs.unit_atomic_add.as_fd()),
         ("load, compare-and-swap", programs.unit_compare_and_swap.as_fd()),
         ("look-up in an array map, load, store", programs.unit_look_up.as_fd()),
         ("obfuscation: keyed hash of a connection, reveal of its cookie", programs.unit_reveal_cookie.as_fd()),
     ];
-    let runner = Runner::new(&request(), &[Packet::default()], 0)?;
-    let floor = Turn::new(&runner, Program::Floor(runner.empty.as_fd()));
-    let measured = units.iter().map(|(_, program)| Turn::new(&runner, Program::Floor(*program)));
-    let turns: Vec<Turn<'_>> = std::iter::once(floor).chain(measured).collect();
-    let times = run_interleaved(&turns, length.rounds, length.packets)?;
-    let each = |rounds: &[f64]| rounds.iter().map(|time| time / REPEATS).collect::<Vec<f64>>();
-    let empty = each(&times[0]);
+    let runner = PacketRunner::new(&request(), &[PacketVariation::default()], 0)?;
+    let empty_program = InterleavedProgram::new(&runner, Program::Baseline(runner.empty.as_fd()));
+    let operation_programs =
+        operations.iter().map(|(_, program)| InterleavedProgram::new(&runner, Program::Baseline(*program)));
+    let interleaved_programs: Vec<InterleavedProgram<'_>> =
+        std::iter::once(empty_program).chain(operation_programs).collect();
+    let ns_per_run = measure_interleaved(&interleaved_programs, length.rounds, length.packets)?;
+    let ns_per_operation = |rounds: &[f64]| rounds.iter().map(|time| time / OPERATIONS_PER_RUN).collect::<Vec<f64>>();
+    let empty_ns = ns_per_operation(&ns_per_run[0]);
     let mut table = Table::new(&["operation, in the cache", "ns each", "quartiles", "fastest rounds"]);
-    for ((name, _), time) in units.iter().zip(&times[1..]) {
-        let time = each(time);
-        let above_empty = difference(&time, &empty);
-        let fastest = fastest_difference(&time, &empty);
-        table.add_row([(*name).into(), median_of(&above_empty).into(), quartiles(&above_empty).into(), fastest.into()]);
+    for ((name, _), time) in operations.iter().zip(&ns_per_run[1..]) {
+        let operation_ns = ns_per_operation(time);
+        let ns_above_empty = differences_by_round(&operation_ns, &empty_ns);
+        let fastest_ns_above_empty = difference_of_fastest_rounds(&operation_ns, &empty_ns);
+        table.add_row([
+            (*name).into(),
+            median_of_rounds(&ns_above_empty).into(),
+            quartile_range(&ns_above_empty).into(),
+            fastest_ns_above_empty.into(),
+        ]);
     }
     Ok(table)
 }

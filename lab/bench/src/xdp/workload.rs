@@ -12,34 +12,35 @@ use coreward_model::rss::seeded_rng;
 use coreward_model::{FourTuple, ServerId};
 use rand::Rng as _;
 
-use super::runner::{Feed, Frame, PACKET_COUNT};
+use super::runner::{FrameTemplate, PACKET_COUNT, PacketGenerator};
 
 /// Verdict of linux/bpf.h that leaves the packet to the kernel.
 const XDP_PASS: i32 = 2;
 pub const XDP_TX: i32 = 3;
 
-pub const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
+pub const IPV4_SERVICE_ADDRESS: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 /// Address and port of the IPv6 service.
-pub const VIP_IPV6: (Ipv6Addr, u16) = (Ipv6Addr::new(0x2001, 0xdb8, 0xc8, 0, 0, 0, 0, 1), VIP.1);
+pub const IPV6_SERVICE_ADDRESS: (Ipv6Addr, u16) =
+    (Ipv6Addr::new(0x2001, 0xdb8, 0xc8, 0, 0, 0, 0, 1), IPV4_SERVICE_ADDRESS.1);
 /// Port of the VIP that belongs to no service.
-const OTHER_PORT: u16 = 81;
+const PORT_WITHOUT_SERVICE: u16 = 81;
 /// MAC address of the load balancer's device.
-pub const OWN_MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 1]);
+pub const LOAD_BALANCER_MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 1]);
 
 /// MAC address of the first server in the pool.
 pub const FIRST_SERVER_MAC: MacAddress = MacAddress([2, 0, 0, 1, 0, 0]);
 /// Offset of the IPv4 source address in an Ethernet frame.
-const CLIENT_ADDRESS_OFFSET: u32 = 14 + 12;
+const IPV4_SOURCE_OFFSET: u32 = 14 + 12;
 /// Offset of the TCP header in an Ethernet frame with an IPv4 header without options.
 const TCP_HEADER_OFFSET: usize = 14 + 20;
 
 /// Flag SYN in the flags byte of a TCP header.
-const SYN: u8 = 0x02;
-const ACK: u8 = 0x10;
+const TCP_FLAG_SYN: u8 = 0x02;
+const TCP_FLAG_ACK: u8 = 0x10;
 
 /// Kind of packets whose cost is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Case {
+pub enum PacketCase {
     /// Packets of a number of open connections, in random order, each with a valid cookie.
     Established(Consistency, usize),
     /// Packets of open connections, to which the load balancer adds an outer header.
@@ -55,7 +56,7 @@ pub enum Case {
     /// Packets of open connections whose timestamps the load balancer stamps and restores (`timestamps = "lb"`).
     LbStamped(Direction),
     /// TCP packets to a port of the VIP that belongs to no service.
-    OtherDestination,
+    NoService,
 }
 
 /// Direction in which a packet of a connection is sent.
@@ -72,284 +73,299 @@ pub enum Direction {
 pub struct NewConnection {
     /// Consistency mode of the service. With `Stateful`, each SYN takes a free entry of the connection table.
     pub consistency: Consistency,
-    pub rule: PlacementRule,
+    pub placement_rule: PlacementRule,
     pub rss_group_count: usize,
     /// Number of different connections. When they are repeated, their entries are free again.
-    pub connections: usize,
+    pub connection_count: usize,
 }
 
 impl NewConnection {
     /// New connections that are placed by the table, as with the policy `crossrss`.
     pub const STATELESS: NewConnection = NewConnection {
         consistency: Consistency::Stateless,
-        rule: PlacementRule::Table,
+        placement_rule: PlacementRule::Table,
         rss_group_count: 1,
-        connections: PACKET_COUNT,
+        connection_count: PACKET_COUNT,
     };
 }
 
 /// Number of connection-table entries that fit into a CPU's cache together with the free list.
-const CACHED_ENTRY_COUNT: usize = 1 << 14;
+const CACHE_SIZED_ENTRY_COUNT: usize = 1 << 14;
 
-impl Case {
+impl PacketCase {
     /// Returns the cases that are measured separately, in the order of the report.
-    pub fn measured_alone() -> impl Iterator<Item = Case> {
-        let usual = NewConnection::STATELESS;
-        let stateful = NewConnection { consistency: Consistency::Stateful, ..usual };
+    pub fn separate_cases() -> impl Iterator<Item = PacketCase> {
+        let stateless = NewConnection::STATELESS;
+        let stateful = NewConnection { consistency: Consistency::Stateful, ..stateless };
         let rss_group_count = intf::MAX_RSS_GROUPS as usize;
-        let without_cookies = [Consistency::None, Consistency::Beamer];
-        let encapsulated = [Forwarding::Ipip, Forwarding::Gue];
+        let modes_without_cookies = [Consistency::None, Consistency::Beamer];
+        let encapsulations = [Forwarding::Ipip, Forwarding::Gue];
         PlacementRule::ALL
-            .map(|rule| NewConnection { rule, ..usual })
+            .map(|rule| NewConnection { placement_rule: rule, ..stateless })
             .into_iter()
             .chain([PlacementRule::Table, PlacementRule::LeastAssigned].map(|rule| NewConnection {
-                rule,
+                placement_rule: rule,
                 rss_group_count,
-                ..usual
+                ..stateless
             }))
-            .chain(PlacementRule::ALL.map(|rule| NewConnection { rule, ..stateful }))
-            .chain(PlacementRule::ALL.map(|rule| NewConnection { rule, connections: CACHED_ENTRY_COUNT, ..stateful }))
-            .chain(without_cookies.map(|consistency| NewConnection { consistency, ..usual }))
-            .map(Case::NewConnection)
-            .chain(without_cookies.map(|consistency| Case::Established(consistency, PACKET_COUNT)))
-            .chain(encapsulated.map(Case::Encapsulated))
-            .chain([1, PACKET_COUNT].map(Case::EstablishedIpv6))
-            .chain(encapsulated.map(Case::EncapsulatedIpv6))
-            .chain([Case::NewConnectionIpv6])
-            .chain([Direction::ToServer, Direction::ToClient].map(Case::LbStamped))
-            .chain([Case::OtherDestination])
+            .chain(PlacementRule::ALL.map(|rule| NewConnection { placement_rule: rule, ..stateful }))
+            .chain(PlacementRule::ALL.map(|rule| NewConnection {
+                placement_rule: rule,
+                connection_count: CACHE_SIZED_ENTRY_COUNT,
+                ..stateful
+            }))
+            .chain(modes_without_cookies.map(|consistency| NewConnection { consistency, ..stateless }))
+            .map(PacketCase::NewConnection)
+            .chain(modes_without_cookies.map(|consistency| PacketCase::Established(consistency, PACKET_COUNT)))
+            .chain(encapsulations.map(PacketCase::Encapsulated))
+            .chain([1, PACKET_COUNT].map(PacketCase::EstablishedIpv6))
+            .chain(encapsulations.map(PacketCase::EncapsulatedIpv6))
+            .chain([PacketCase::NewConnectionIpv6])
+            .chain([Direction::ToServer, Direction::ToClient].map(PacketCase::LbStamped))
+            .chain([PacketCase::NoService])
     }
 
-    pub fn connections(self) -> usize {
+    pub fn connection_count(self) -> usize {
         match self {
-            Case::Established(_, connections)
-            | Case::EstablishedIpv6(connections)
-            | Case::NewConnection(NewConnection { connections, .. }) => connections,
-            Case::Encapsulated(_)
-            | Case::EncapsulatedIpv6(_)
-            | Case::NewConnectionIpv6
-            | Case::LbStamped(_)
-            | Case::OtherDestination => PACKET_COUNT,
+            PacketCase::Established(_, connections)
+            | PacketCase::EstablishedIpv6(connections)
+            | PacketCase::NewConnection(NewConnection { connection_count: connections, .. }) => connections,
+            PacketCase::Encapsulated(_)
+            | PacketCase::EncapsulatedIpv6(_)
+            | PacketCase::NewConnectionIpv6
+            | PacketCase::LbStamped(_)
+            | PacketCase::NoService => PACKET_COUNT,
         }
     }
 
     pub fn consistency(self) -> Consistency {
         match self {
-            Case::Established(consistency, _) | Case::NewConnection(NewConnection { consistency, .. }) => consistency,
-            Case::Encapsulated(_)
-            | Case::EncapsulatedIpv6(_)
-            | Case::EstablishedIpv6(_)
-            | Case::NewConnectionIpv6
-            | Case::LbStamped(_)
-            | Case::OtherDestination => Consistency::Stateless,
+            PacketCase::Established(consistency, _) | PacketCase::NewConnection(NewConnection { consistency, .. }) => {
+                consistency
+            }
+            PacketCase::Encapsulated(_)
+            | PacketCase::EncapsulatedIpv6(_)
+            | PacketCase::EstablishedIpv6(_)
+            | PacketCase::NewConnectionIpv6
+            | PacketCase::LbStamped(_)
+            | PacketCase::NoService => Consistency::Stateless,
         }
     }
 
     pub fn forwarding(self) -> Forwarding {
         match self {
-            Case::Encapsulated(forwarding) | Case::EncapsulatedIpv6(forwarding) => forwarding,
+            PacketCase::Encapsulated(forwarding) | PacketCase::EncapsulatedIpv6(forwarding) => forwarding,
             _ => Forwarding::L2,
         }
     }
 
     /// Returns the destination address in the outer header of packets to a server.
-    pub fn server_address(self, server: ServerId) -> IpAddr {
-        let [high, low] = server.get().to_be_bytes();
+    pub fn outer_server_address(self, server: ServerId) -> IpAddr {
+        let [id_high_byte, id_low_byte] = server.get().to_be_bytes();
         match self {
-            Case::EncapsulatedIpv6(_) => Ipv6Addr::new(0x2001, 0xdb8, 9, 0, 0, 0, 0, server.get()).into(),
-            _ => Ipv4Addr::new(10, 9, high, low).into(),
+            PacketCase::EncapsulatedIpv6(_) => Ipv6Addr::new(0x2001, 0xdb8, 9, 0, 0, 0, 0, server.get()).into(),
+            _ => Ipv4Addr::new(10, 9, id_high_byte, id_low_byte).into(),
         }
     }
 
-    pub fn feed(self) -> Feed {
+    pub fn packet_generator(self) -> PacketGenerator {
         match self {
-            Case::Encapsulated(_) | Case::EncapsulatedIpv6(_) => Feed::Shortened,
+            PacketCase::Encapsulated(_) | PacketCase::EncapsulatedIpv6(_) => PacketGenerator::WithoutOuterHeader,
             // A repeated client might find its last, freed entry among the recent SYNs.
-            Case::NewConnection(_) | Case::NewConnectionIpv6 => Feed::GeneratedSource,
-            _ => Feed::Packet,
+            PacketCase::NewConnection(_) | PacketCase::NewConnectionIpv6 => PacketGenerator::GeneratedSource,
+            _ => PacketGenerator::VariedFrame,
         }
     }
 
     /// Returns the XDP verdict that is expected for each packet.
-    pub fn verdict(self) -> i32 {
+    pub fn expected_verdict(self) -> i32 {
         match self {
-            Case::LbStamped(Direction::ToClient) | Case::OtherDestination => XDP_PASS,
+            PacketCase::LbStamped(Direction::ToClient) | PacketCase::NoService => XDP_PASS,
             _ => XDP_TX,
         }
     }
 
-    pub fn counter(self) -> usize {
+    pub fn expected_counter(self) -> usize {
         let counter = match self {
-            Case::Established(Consistency::HashTable, _) => intf::LB_COUNTER_FLOW_TABLE,
-            Case::Established(Consistency::Stateful, _) => intf::LB_COUNTER_CONNECTION_TABLE,
-            Case::Established(Consistency::None, _) => intf::LB_COUNTER_PER_PACKET,
-            Case::Established(Consistency::Beamer, _)
-            | Case::NewConnection(NewConnection { consistency: Consistency::Beamer, .. }) => {
+            PacketCase::Established(Consistency::HashTable, _) => intf::LB_COUNTER_FLOW_TABLE,
+            PacketCase::Established(Consistency::Stateful, _) => intf::LB_COUNTER_CONNECTION_TABLE,
+            PacketCase::Established(Consistency::None, _) => intf::LB_COUNTER_PER_PACKET,
+            PacketCase::Established(Consistency::Beamer, _)
+            | PacketCase::NewConnection(NewConnection { consistency: Consistency::Beamer, .. }) => {
                 intf::LB_COUNTER_BUCKET_HASH
             }
-            Case::Established(..)
-            | Case::Encapsulated(_)
-            | Case::EncapsulatedIpv6(_)
-            | Case::EstablishedIpv6(_)
-            | Case::LbStamped(Direction::ToServer) => intf::LB_COUNTER_ESTABLISHED,
-            Case::LbStamped(Direction::ToClient) => intf::LB_COUNTER_REPLY_STAMPED,
-            Case::NewConnection(_) | Case::NewConnectionIpv6 => intf::LB_COUNTER_NEW_CONNECTION,
-            Case::OtherDestination => intf::LB_COUNTER_PASSED_NOT_SERVICE,
+            PacketCase::Established(..)
+            | PacketCase::Encapsulated(_)
+            | PacketCase::EncapsulatedIpv6(_)
+            | PacketCase::EstablishedIpv6(_)
+            | PacketCase::LbStamped(Direction::ToServer) => intf::LB_COUNTER_ESTABLISHED,
+            PacketCase::LbStamped(Direction::ToClient) => intf::LB_COUNTER_REPLY_STAMPED,
+            PacketCase::NewConnection(_) | PacketCase::NewConnectionIpv6 => intf::LB_COUNTER_NEW_CONNECTION,
+            PacketCase::NoService => intf::LB_COUNTER_PASSED_NOT_SERVICE,
         };
         counter as usize
     }
 
     /// Returns whether each packet takes an entry of the connection table.
-    pub fn allocates_entries(self) -> bool {
-        matches!(self, Case::NewConnection(NewConnection { consistency: Consistency::Stateful, .. }))
+    pub fn takes_connection_entries(self) -> bool {
+        matches!(self, PacketCase::NewConnection(NewConnection { consistency: Consistency::Stateful, .. }))
     }
 
     /// Returns whether the SYNs of the packets' connections must have created entries before.
     pub fn needs_connection_entry(self) -> bool {
-        matches!(self, Case::Established(Consistency::Stateful | Consistency::HashTable, _))
+        matches!(self, PacketCase::Established(Consistency::Stateful | Consistency::HashTable, _))
     }
 
     /// Returns the destination address and port of the packets.
     pub fn destination(self) -> SocketAddr {
         match self {
-            Case::OtherDestination => (VIP.0, OTHER_PORT).into(),
-            Case::EstablishedIpv6(_) | Case::EncapsulatedIpv6(_) | Case::NewConnectionIpv6 => VIP_IPV6.into(),
-            _ => VIP.into(),
+            PacketCase::NoService => (IPV4_SERVICE_ADDRESS.0, PORT_WITHOUT_SERVICE).into(),
+            PacketCase::EstablishedIpv6(_) | PacketCase::EncapsulatedIpv6(_) | PacketCase::NewConnectionIpv6 => {
+                IPV6_SERVICE_ADDRESS.into()
+            }
+            _ => IPV4_SERVICE_ADDRESS.into(),
         }
     }
 
     /// Returns the four-tuple of the connection of a client from [`clients`], converted to IPv6 if the case needs it.
-    pub fn tuple(self, client: &SocketAddrV4) -> FourTuple {
+    pub fn four_tuple(self, client: &SocketAddrV4) -> FourTuple {
         let client = match self.destination() {
             SocketAddr::V4(_) => (*client).into(),
-            SocketAddr::V6(_) => (client_ipv6(*client.ip()), client.port()).into(),
+            SocketAddr::V6(_) => (ipv6_client_address(*client.ip()), client.port()).into(),
         };
         FourTuple::new(client, self.destination()).expect("of one family")
     }
 
     /// Returns whether the load balancer stamps the connections' timestamps.
     pub fn is_lb_stamped(self) -> bool {
-        matches!(self, Case::LbStamped(_))
+        matches!(self, PacketCase::LbStamped(_))
     }
 
     /// Returns the frame from which the packets are generated: an ACK without payload, or a SYN.
-    pub fn frame(self) -> Frame {
+    pub fn frame_template(self) -> FrameTemplate {
         match self {
-            Case::NewConnection(_) => syn(),
-            Case::LbStamped(Direction::ToClient) => response(),
-            Case::EstablishedIpv6(_) | Case::EncapsulatedIpv6(_) => request_ipv6(),
-            Case::NewConnectionIpv6 => in_ipv6(&syn()),
-            Case::OtherDestination => established((VIP.0, OTHER_PORT)),
-            _ => established(VIP),
+            PacketCase::NewConnection(_) => syn_frame(),
+            PacketCase::LbStamped(Direction::ToClient) => response_frame(),
+            PacketCase::EstablishedIpv6(_) | PacketCase::EncapsulatedIpv6(_) => request_frame_ipv6(),
+            PacketCase::NewConnectionIpv6 => convert_to_ipv6(&syn_frame()),
+            PacketCase::NoService => ack_frame((IPV4_SERVICE_ADDRESS.0, PORT_WITHOUT_SERVICE)),
+            _ => ack_frame(IPV4_SERVICE_ADDRESS),
         }
     }
 }
 
-impl fmt::Display for Case {
+impl fmt::Display for PacketCase {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Case::Established(consistency, 1) => write!(f, "{}, 1 connection", consistency.name()),
-            Case::Established(consistency, connections) => {
+            PacketCase::Established(consistency, 1) => write!(f, "{}, 1 connection", consistency.name()),
+            PacketCase::Established(consistency, connections) => {
                 write!(f, "{}, {connections} connections", consistency.name())
             }
-            Case::Encapsulated(forwarding) => {
+            PacketCase::Encapsulated(forwarding) => {
                 write!(f, "stateless by {}, {PACKET_COUNT} connections", forwarding.name())
             }
-            Case::NewConnection(NewConnection { consistency, rule, rss_group_count, connections }) => {
+            PacketCase::NewConnection(NewConnection {
+                consistency,
+                placement_rule: rule,
+                rss_group_count,
+                connection_count: connections,
+            }) => {
                 write!(f, "first, {}, {}", consistency.name(), rule.name())?;
                 if *rss_group_count > 1 {
                     write!(f, ", {rss_group_count} RSS groups")?;
                 }
                 if *connections < PACKET_COUNT { write!(f, ", {connections} entries") } else { Ok(()) }
             }
-            Case::EncapsulatedIpv6(forwarding) => {
+            PacketCase::EncapsulatedIpv6(forwarding) => {
                 write!(f, "IPv6 in IPv6, stateless by {}, {PACKET_COUNT} connections", forwarding.name())
             }
-            Case::EstablishedIpv6(connections) => write!(f, "IPv6, stateless, {connections} connections"),
-            Case::NewConnectionIpv6 => f.write_str("first, IPv6, stateless, table"),
-            Case::LbStamped(Direction::ToServer) => f.write_str("timestamps by the load balancer, to the server"),
-            Case::LbStamped(Direction::ToClient) => f.write_str("timestamps by the load balancer, to the client"),
-            Case::OtherDestination => f.write_str("not for a VIP"),
+            PacketCase::EstablishedIpv6(connections) => write!(f, "IPv6, stateless, {connections} connections"),
+            PacketCase::NewConnectionIpv6 => f.write_str("first, IPv6, stateless, table"),
+            PacketCase::LbStamped(Direction::ToServer) => f.write_str("timestamps by the load balancer, to the server"),
+            PacketCase::LbStamped(Direction::ToClient) => f.write_str("timestamps by the load balancer, to the client"),
+            PacketCase::NoService => f.write_str("not for a VIP"),
         }
     }
 }
 
 /// Returns a frame with a SYN to the VIP, whose options are those of Linux.
-pub fn syn() -> Frame {
-    frame(VIP, SYN, &[2, 4, 5, 0xb4, 4, 2, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0, 1, 3, 3, 7], 12)
+pub fn syn_frame() -> FrameTemplate {
+    tcp_frame(IPV4_SERVICE_ADDRESS, TCP_FLAG_SYN, &[2, 4, 5, 0xb4, 4, 2, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0, 1, 3, 3, 7], 12)
 }
 
 /// Returns a frame with a client's ACK to the VIP.
-pub fn request() -> Frame {
-    established(VIP)
+pub fn request() -> FrameTemplate {
+    ack_frame(IPV4_SERVICE_ADDRESS)
 }
 
-fn established(destination: (Ipv4Addr, u16)) -> Frame {
-    frame(destination, ACK, &[1, 1, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0], 8)
+fn ack_frame(destination: (Ipv4Addr, u16)) -> FrameTemplate {
+    tcp_frame(destination, TCP_FLAG_ACK, &[1, 1, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0], 8)
 }
 
-/// Returns a TCP frame of a client. `tsecr`: offset of TSecr in the options.
-fn frame(destination: (Ipv4Addr, u16), flags: u8, options: &[u8], tsecr: u32) -> Frame {
+/// Returns a TCP frame of a client. `tsecr_offset_in_options`: offset of TSecr in the options.
+fn tcp_frame(destination: (Ipv4Addr, u16), flags: u8, options: &[u8], tsecr_offset_in_options: u32) -> FrameTemplate {
     let (vip, port) = destination;
-    let tcp_header = 20 + options.len();
-    let mut bytes = [&OWN_MAC.0[..], &[2, 0, 0, 0, 0, 2], &[8, 0]].concat();
-    bytes.extend([0x45, 0, 0, 20 + tcp_header as u8, 0, 0, 0x40, 0, 64, 6, 0, 0, 10, 1, 0, 7]);
-    bytes.extend(vip.octets());
-    bytes.extend([0x12, 0x34]);
-    bytes.extend(port.to_be_bytes());
-    bytes.extend([0, 0, 0, 1, 0, 0, 0, 2, (tcp_header * 4) as u8, flags, 1, 0, 0, 0, 0, 0]);
-    let tsecr_offset = bytes.len() as u32 + tsecr;
-    bytes.extend(options);
-    Frame {
-        bytes,
-        client_offset: CLIENT_ADDRESS_OFFSET,
+    let tcp_header_bytes = 20 + options.len();
+    let mut frame_bytes = [&LOAD_BALANCER_MAC.0[..], &[2, 0, 0, 0, 0, 2], &[8, 0]].concat();
+    frame_bytes.extend([0x45, 0, 0, 20 + tcp_header_bytes as u8, 0, 0, 0x40, 0, 64, 6, 0, 0, 10, 1, 0, 7]);
+    frame_bytes.extend(vip.octets());
+    frame_bytes.extend([0x12, 0x34]);
+    frame_bytes.extend(port.to_be_bytes());
+    frame_bytes.extend([0, 0, 0, 1, 0, 0, 0, 2, (tcp_header_bytes * 4) as u8, flags, 1, 0, 0, 0, 0, 0]);
+    let tsecr_offset = frame_bytes.len() as u32 + tsecr_offset_in_options;
+    frame_bytes.extend(options);
+    FrameTemplate {
+        bytes: frame_bytes,
+        client_offset: IPV4_SOURCE_OFFSET,
         ports_offset: TCP_HEADER_OFFSET as u32,
         tsecr_offset,
         destination_port: port,
     }
 }
 
-/// Converts a frame between a client and [`VIP`] to one between a client and [`VIP_IPV6`].
-fn in_ipv6(ipv4: &Frame) -> Frame {
-    let segment = &ipv4.bytes[TCP_HEADER_OFFSET..];
-    let mut bytes = [&ipv4.bytes[..12], &[0x86, 0xdd, 0x60, 0, 0, 0, 0, segment.len() as u8, 6, 64]].concat();
-    let mut addresses = [client_ipv6(Ipv4Addr::UNSPECIFIED), VIP_IPV6.0].map(|address| address.octets());
-    let mut client_end = bytes.len() + size_of::<Ipv6Addr>();
-    if ipv4.client_offset != CLIENT_ADDRESS_OFFSET {
+/// Converts a frame between a client and [`VIP`] to one between a client and [`IPV6_SERVICE_ADDRESS`].
+fn convert_to_ipv6(ipv4_frame: &FrameTemplate) -> FrameTemplate {
+    let tcp_segment = &ipv4_frame.bytes[TCP_HEADER_OFFSET..];
+    let mut frame_bytes =
+        [&ipv4_frame.bytes[..12], &[0x86, 0xdd, 0x60, 0, 0, 0, 0, tcp_segment.len() as u8, 6, 64]].concat();
+    let mut addresses =
+        [ipv6_client_address(Ipv4Addr::UNSPECIFIED), IPV6_SERVICE_ADDRESS.0].map(|address| address.octets());
+    let mut client_address_end = frame_bytes.len() + size_of::<Ipv6Addr>();
+    if ipv4_frame.client_offset != IPV4_SOURCE_OFFSET {
         addresses.reverse();
-        client_end += size_of::<Ipv6Addr>();
+        client_address_end += size_of::<Ipv6Addr>();
     }
-    bytes.extend(addresses.as_flattened());
-    let ports_offset = bytes.len();
-    bytes.extend(segment);
-    let tsecr_offset = ipv4.tsecr_offset + (ports_offset - TCP_HEADER_OFFSET) as u32;
-    let client_offset = (client_end - size_of::<Ipv4Addr>()) as u32;
-    Frame { bytes, client_offset, ports_offset: ports_offset as u32, tsecr_offset, ..*ipv4 }
+    frame_bytes.extend(addresses.as_flattened());
+    let ports_offset = frame_bytes.len();
+    frame_bytes.extend(tcp_segment);
+    let tsecr_offset = ipv4_frame.tsecr_offset + (ports_offset - TCP_HEADER_OFFSET) as u32;
+    let client_offset = (client_address_end - size_of::<Ipv4Addr>()) as u32;
+    FrameTemplate { bytes: frame_bytes, client_offset, ports_offset: ports_offset as u32, tsecr_offset, ..*ipv4_frame }
 }
 
 /// Returns a frame with a client's ACK to the IPv6 service.
-pub fn request_ipv6() -> Frame {
-    in_ipv6(&request())
+pub fn request_frame_ipv6() -> FrameTemplate {
+    convert_to_ipv6(&request())
 }
 
 /// Returns a frame with a server's ACK from the IPv6 service.
-pub fn response_ipv6() -> Frame {
-    in_ipv6(&response())
+pub fn response_frame_ipv6() -> FrameTemplate {
+    convert_to_ipv6(&response_frame())
 }
 
 /// Returns the IPv6 address that corresponds to a client's IPv4 address.
-pub fn client_ipv6(client: Ipv4Addr) -> Ipv6Addr {
+pub fn ipv6_client_address(client: Ipv4Addr) -> Ipv6Addr {
     Ipv6Addr::from(0x2001_0db8_0001 << 80 | u128::from(client.to_bits()))
 }
 
 /// Returns a frame with a server's ACK. Its `tsecr_offset` is that of TSval, the first of the two timestamps.
-pub fn response() -> Frame {
-    let to_server = frame(VIP, ACK, &[1, 1, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0], 4);
-    let mut bytes = to_server.bytes;
-    bytes[6..12].copy_from_slice(&FIRST_SERVER_MAC.0);
-    let (addresses, length) = (CLIENT_ADDRESS_OFFSET as usize, size_of::<u32>());
-    bytes[addresses..addresses + 2 * length].rotate_left(length);
-    Frame { bytes, client_offset: CLIENT_ADDRESS_OFFSET + length as u32, ..to_server }
+pub fn response_frame() -> FrameTemplate {
+    let request = tcp_frame(IPV4_SERVICE_ADDRESS, TCP_FLAG_ACK, &[1, 1, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0], 4);
+    let mut frame_bytes = request.bytes;
+    frame_bytes[6..12].copy_from_slice(&FIRST_SERVER_MAC.0);
+    let (addresses_offset, address_bytes) = (IPV4_SOURCE_OFFSET as usize, size_of::<u32>());
+    frame_bytes[addresses_offset..addresses_offset + 2 * address_bytes].rotate_left(address_bytes);
+    FrameTemplate { bytes: frame_bytes, client_offset: IPV4_SOURCE_OFFSET + address_bytes as u32, ..request }
 }
 
 /// Returns the first `count` clients of an endless random sequence, which is always the same.

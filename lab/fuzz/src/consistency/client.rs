@@ -5,57 +5,57 @@ use std::net::Ipv4Addr;
 use coreward_intf as intf;
 use coreward_model::ServerId;
 use coreward_model::cookie::{self, Cookie};
-use coreward_model::lb::Mac;
+use coreward_model::lb::MacAddress;
 
-use super::server::{self, Lifecycle, Socket};
-use super::{Event, MAX_IDLE_MS, Simulation, load_balancer_mac};
-use crate::frame::{self, ETHERNET_HEADER_BYTES, EthernetIpHeader, TcpHeader, UDP, timestamp_option};
+use super::server::{self, Lifecycle, ServerSocket};
+use super::{MAX_IDLE_MS, Simulation, SimulationEvent, load_balancer_mac};
+use crate::frame::{self, ETHERNET_HEADER_BYTES, EthernetIpHeader, PROTOCOL_UDP, TcpHeader, timestamp_option};
 use crate::ipv6;
 
-const FIN: u8 = 0x01;
-const SYN: u8 = 0x02;
-const RST: u8 = 0x04;
-const ACK: u8 = 0x10;
+const TCP_FLAG_FIN: u8 = 0x01;
+const TCP_FLAG_SYN: u8 = 0x02;
+const TCP_FLAG_RST: u8 = 0x04;
+const TCP_FLAG_ACK: u8 = 0x10;
 
 /// Offset of TSecr in the TCP header of a SYN, whose timestamp follows two options of 6 bytes.
 const SYN_TSECR_OFFSET: usize = 20 + 6 + 6;
-const BROADCAST: Mac = [0xff; 6];
+const BROADCAST_MAC: MacAddress = [0xff; 6];
 /// Number of transmissions of a packet after which the client gives up.
-const MAX_ATTEMPTS: u32 = 25;
+const MAX_TRANSMISSIONS: u32 = 25;
 /// Mean number of packets per fault: a packet through another load balancer than its connection, or a lost answer.
 const PACKETS_PER_FAULT: usize = 50;
 /// Mean number of connections per connection that has no timestamps.
-const WITHOUT_TIMESTAMPS: usize = 30;
+const CONNECTIONS_PER_UNTIMESTAMPED: usize = 30;
 
 /// State of a connection at its client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Stage {
+enum ConnectionState {
     /// The client has sent a SYN, and sends it again until it is answered.
     Opening,
     /// The connection is open, with this number of packets still to send.
-    Open(u32),
+    Established(u32),
 }
 
 /// Connection from the client's point of view, and its sockets at servers.
 #[derive(Debug)]
-pub(super) struct Connection {
-    client: (Ipv4Addr, u16),
-    timestamps: bool,
-    stage: Stage,
-    attempts: u32,
+pub(super) struct ClientConnection {
+    client_address: (Ipv4Addr, u16),
+    has_timestamps: bool,
+    state: ConnectionState,
+    transmission_count: u32,
     /// Newest TSval that the client has received from the server, and returns in TSecr.
-    tsecr: u32,
+    newest_server_tsval: u32,
     /// Index of the server that sent the first SYN-ACK.
-    server: Option<usize>,
+    server_index: Option<usize>,
     /// Sockets of this connection at servers. A retransmitted SYN may have created a second one.
-    sockets: Vec<Socket>,
+    server_sockets: Vec<ServerSocket>,
     /// Hash by which the network selects the load balancer.
     lb_hash: u32,
 }
 
 /// Result of sending one packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum SendOutcome {
+enum DeliveryResult {
     /// Accepted by the server with this index.
     Accepted(usize),
     /// Dropped by the network or a load balancer, or not accepted by any server.
@@ -65,328 +65,351 @@ enum SendOutcome {
 }
 
 /// Returns an encapsulated frame without its outer headers.
-fn decapsulated(frame: &[u8]) -> Vec<u8> {
-    let outer = &frame[ETHERNET_HEADER_BYTES..];
-    let (header, protocol) = if outer[0] >> 4 == 6 { (40, outer[6]) } else { (20, outer[9]) };
-    let inner = &outer[header + if protocol == UDP { 8 } else { 0 }..];
-    let ethertype = if inner[0] >> 4 == 6 { [0x86, 0xdd] } else { [8, 0] };
-    [&frame[..ETHERNET_HEADER_BYTES - 2], &ethertype, inner].concat()
+fn decapsulate(frame: &[u8]) -> Vec<u8> {
+    let outer_packet = &frame[ETHERNET_HEADER_BYTES..];
+    let (outer_header_bytes, protocol) =
+        if outer_packet[0] >> 4 == 6 { (40, outer_packet[6]) } else { (20, outer_packet[9]) };
+    let inner_packet = &outer_packet[outer_header_bytes + if protocol == PROTOCOL_UDP { 8 } else { 0 }..];
+    let ethertype = if inner_packet[0] >> 4 == 6 { [0x86, 0xdd] } else { [8, 0] };
+    [&frame[..ETHERNET_HEADER_BYTES - 2], &ethertype, inner_packet].concat()
 }
 
 /// Returns the offset of the TCP header in a frame without IPv4 options or IPv6 extension headers.
-fn transport_offset(frame: &[u8]) -> usize {
-    ipv6::read(frame).map_or(ETHERNET_HEADER_BYTES + 20, |headers| headers.transport_offset)
+fn tcp_header_offset(frame: &[u8]) -> usize {
+    ipv6::parse_frame(frame).map_or(ETHERNET_HEADER_BYTES + 20, |headers| headers.transport_offset)
 }
 
 impl Simulation {
-    pub(super) fn open_next_connection(&mut self) -> anyhow::Result<()> {
-        let number = self.opened_count;
-        if number == self.config.connections {
+    pub(super) fn start_next_connection(&mut self) -> anyhow::Result<()> {
+        let connection_index = self.opened_connection_count;
+        if connection_index == self.config.connection_count {
             return Ok(());
         }
-        self.opened_count += 1;
+        self.opened_connection_count += 1;
         // Client addresses of half a day; sometimes a port is used again.
-        let client = if self.rng.chance(1, 50) && !self.ended_clients.is_empty() {
-            let position = self.rng.below(self.ended_clients.len());
+        let client_address = if self.rng.random_bool(1, 50) && !self.ended_clients.is_empty() {
+            let position = self.rng.random_below(self.ended_clients.len());
             self.ended_clients.swap_remove(position)
         } else {
-            (Ipv4Addr::from(0x0b00_0000 + number / 50_000), 1_024 + (number % 50_000) as u16)
+            (Ipv4Addr::from(0x0b00_0000 + connection_index / 50_000), 1_024 + (connection_index % 50_000) as u16)
         };
-        let timestamps = !self.rng.chance(1, WITHOUT_TIMESTAMPS);
-        self.connections[number as usize] = Some(Connection {
-            client,
-            timestamps,
-            stage: Stage::Opening,
-            attempts: 0,
-            tsecr: 0,
-            server: None,
-            sockets: Vec::new(),
-            lb_hash: self.rng.u32(),
+        let has_timestamps = !self.rng.random_bool(1, CONNECTIONS_PER_UNTIMESTAMPED);
+        self.connections[connection_index as usize] = Some(ClientConnection {
+            client_address,
+            has_timestamps,
+            state: ConnectionState::Opening,
+            transmission_count: 0,
+            newest_server_tsval: 0,
+            server_index: None,
+            server_sockets: Vec::new(),
+            lb_hash: self.rng.next_u32(),
         });
-        self.open_clients.insert(client);
-        self.report.connections += 1;
-        self.report.without_timestamps += u64::from(!timestamps);
-        let next = u64::from(self.opened_count) * self.end_ms() / u64::from(self.config.connections);
-        self.schedule(next.saturating_sub(self.now_ms), Event::Arrival);
-        self.advance_connection(number)
+        self.open_clients.insert(client_address);
+        self.report.connection_count += 1;
+        self.report.connections_without_timestamps += u64::from(!has_timestamps);
+        let next_arrival_ms =
+            u64::from(self.opened_connection_count) * self.arrivals_end_ms() / u64::from(self.config.connection_count);
+        self.schedule_event(next_arrival_ms.saturating_sub(self.now_ms), SimulationEvent::OpenConnection);
+        self.advance_connection(connection_index)
     }
 
-    fn connection(&self, number: u32) -> &Connection {
+    fn open_connection(&self, number: u32) -> &ClientConnection {
         self.connections[number as usize].as_ref().expect("an open connection")
     }
 
-    fn connection_mut(&mut self, number: u32) -> &mut Connection {
+    fn open_connection_mut(&mut self, number: u32) -> &mut ClientConnection {
         self.connections[number as usize].as_mut().expect("an open connection")
     }
 
     /// Returns a random time until the next packet (ms): mostly short, sometimes nearly the lifetime of a key.
-    fn packet_gap_ms(&mut self) -> u64 {
-        let most = match self.rng.below(200) {
+    fn random_packet_gap_ms(&mut self) -> u64 {
+        let max_gap_ms = match self.rng.random_below(200) {
             0 => MAX_IDLE_MS as usize,
             1..10 => 8_000,
             10..80 => 1_000,
             _ => 50,
         };
-        1 + self.rng.below(most) as u64
+        1 + self.rng.random_below(max_gap_ms) as u64
     }
 
     pub(super) fn advance_connection(&mut self, number: u32) -> anyhow::Result<()> {
-        let connection = self.connection(number);
-        if connection.server.is_some_and(|server| self.servers[server].life == Lifecycle::Gone) {
-            self.report.lost_with_server += 1;
-            self.close(number);
+        let connection = self.open_connection(number);
+        if connection.server_index.is_some_and(|server| self.servers[server].lifecycle == Lifecycle::Gone) {
+            self.report.connections_lost_with_server += 1;
+            self.close_connection(number);
             return Ok(());
         }
-        match connection.stage {
-            Stage::Opening => self.open(number),
-            Stage::Open(left) => self.send_next(number, left),
+        match connection.state {
+            ConnectionState::Opening => self.send_syn(number),
+            ConnectionState::Established(left) => self.send_established_packet(number, left),
         }
     }
 
-    fn open(&mut self, number: u32) -> anyhow::Result<()> {
-        let delivery = self.send(number, SYN)?;
-        let again = self.rng.chance(1, 50);
-        let most = if self.rng.chance(1, 20) { 40 } else { 8 };
-        let packets = 2 + self.rng.below(most) as u32;
-        let gap = self.packet_gap_ms();
-        let connection = self.connection_mut(number);
-        connection.attempts += 1;
-        if connection.server.is_none() {
+    fn send_syn(&mut self, number: u32) -> anyhow::Result<()> {
+        let delivery = self.send_packet(number, TCP_FLAG_SYN)?;
+        let is_syn_ack_late = self.rng.random_bool(1, 50);
+        let max_extra_packets = if self.rng.random_bool(1, 20) { 40 } else { 8 };
+        let packet_count = 2 + self.rng.random_below(max_extra_packets) as u32;
+        let gap_ms = self.random_packet_gap_ms();
+        let connection = self.open_connection_mut(number);
+        connection.transmission_count += 1;
+        if connection.server_index.is_none() {
             match delivery {
-                SendOutcome::Accepted(server) => connection.server = Some(server),
-                _ if connection.attempts < MAX_ATTEMPTS => {
-                    self.schedule(1_000, Event::Packet(number));
+                DeliveryResult::Accepted(server) => connection.server_index = Some(server),
+                _ if connection.transmission_count < MAX_TRANSMISSIONS => {
+                    self.schedule_event(1_000, SimulationEvent::SendPacket(number));
                     return Ok(());
                 }
-                _ => return self.give_up(number),
+                _ => return self.give_up_connection(number),
             }
-            self.report.established += 1;
-            if again {
+            self.report.established_connections += 1;
+            if is_syn_ack_late {
                 // The SYN-ACK was late: the client has sent another SYN.
-                self.schedule(1_000, Event::Packet(number));
+                self.schedule_event(1_000, SimulationEvent::SendPacket(number));
                 return Ok(());
             }
-        } else if let SendOutcome::Accepted(server) = delivery
-            && connection.server != Some(server)
+        } else if let DeliveryResult::Accepted(server) = delivery
+            && connection.server_index != Some(server)
         {
             self.report.syns_to_other_server += 1;
         }
-        let connection = self.connection_mut(number);
-        connection.stage = Stage::Open(packets);
-        connection.attempts = 0;
-        self.schedule(gap, Event::Packet(number));
+        let connection = self.open_connection_mut(number);
+        connection.state = ConnectionState::Established(packet_count);
+        connection.transmission_count = 0;
+        self.schedule_event(gap_ms, SimulationEvent::SendPacket(number));
         Ok(())
     }
 
-    fn send_next(&mut self, number: u32, left: u32) -> anyhow::Result<()> {
-        let flags = match left {
-            0 if self.rng.chance(1, 10) => RST,
-            0 => ACK | FIN,
-            _ => ACK,
+    fn send_established_packet(&mut self, number: u32, remaining_packets: u32) -> anyhow::Result<()> {
+        let tcp_flags = match remaining_packets {
+            0 if self.rng.random_bool(1, 10) => TCP_FLAG_RST,
+            0 => TCP_FLAG_ACK | TCP_FLAG_FIN,
+            _ => TCP_FLAG_ACK,
         };
-        let delivery = self.send(number, flags)?;
-        let timestamps = self.connection(number).timestamps;
-        let server = self.connection(number).server;
+        let delivery = self.send_packet(number, tcp_flags)?;
+        let has_timestamps = self.open_connection(number).has_timestamps;
+        let server = self.open_connection(number).server_index;
         match delivery {
-            SendOutcome::Accepted(by) => {
-                if Some(by) != server && timestamps {
-                    self.report.accepted_elsewhere += 1;
+            DeliveryResult::Accepted(accepting_server) => {
+                if Some(accepting_server) != server && has_timestamps {
+                    self.report.packets_accepted_elsewhere += 1;
                 }
-                let Some(left) = left.checked_sub(1) else {
-                    self.report.completed += 1;
-                    self.close(number);
+                let Some(left) = remaining_packets.checked_sub(1) else {
+                    self.report.completed_connections += 1;
+                    self.close_connection(number);
                     return Ok(());
                 };
-                let connection = self.connection_mut(number);
-                connection.stage = Stage::Open(left);
-                connection.attempts = 0;
-                let gap = self.packet_gap_ms();
-                self.schedule(gap, Event::Packet(number));
+                let connection = self.open_connection_mut(number);
+                connection.state = ConnectionState::Established(left);
+                connection.transmission_count = 0;
+                let gap_ms = self.random_packet_gap_ms();
+                self.schedule_event(gap_ms, SimulationEvent::SendPacket(number));
             }
-            SendOutcome::Rejected => {
-                if flags == RST {
+            DeliveryResult::Rejected => {
+                if tcp_flags == TCP_FLAG_RST {
                     self.report.misdelivered_resets += 1;
-                } else if timestamps {
-                    self.report.misdelivered += 1;
+                } else if has_timestamps {
+                    self.report.misdelivered_packets += 1;
                 } else {
-                    self.report.broken_without_timestamps += 1;
+                    self.report.broken_untimestamped_connections += 1;
                 }
-                self.close(number);
+                self.close_connection(number);
             }
-            SendOutcome::Lost => {
-                let connection = self.connection_mut(number);
-                connection.attempts += 1;
-                if connection.attempts == MAX_ATTEMPTS {
-                    return self.give_up(number);
+            DeliveryResult::Lost => {
+                let connection = self.open_connection_mut(number);
+                connection.transmission_count += 1;
+                if connection.transmission_count == MAX_TRANSMISSIONS {
+                    return self.give_up_connection(number);
                 }
-                self.schedule(400, Event::Packet(number));
+                self.schedule_event(400, SimulationEvent::SendPacket(number));
             }
         }
         Ok(())
     }
 
-    fn give_up(&mut self, number: u32) -> anyhow::Result<()> {
-        self.report.gave_up += 1;
-        self.close(number);
+    fn give_up_connection(&mut self, number: u32) -> anyhow::Result<()> {
+        self.report.connections_given_up += 1;
+        self.close_connection(number);
         Ok(())
     }
 
-    fn close(&mut self, number: u32) {
+    fn close_connection(&mut self, number: u32) {
         let connection = self.connections[number as usize].take().expect("an open connection");
-        for socket in &connection.sockets {
-            self.servers[socket.server].connections -= 1;
-            self.leave_if_empty(socket.server);
+        for socket in &connection.server_sockets {
+            self.servers[socket.server_index].connection_count -= 1;
+            self.remove_if_drained(socket.server_index);
         }
-        self.open_clients.remove(&connection.client);
+        self.open_clients.remove(&connection.client_address);
         if self.ended_clients.len() < 10_000 {
-            self.ended_clients.push(connection.client);
+            self.ended_clients.push(connection.client_address);
         }
     }
 
-    fn frame(&mut self, number: u32, to: Mac, flags: u8) -> Vec<u8> {
-        let value = self.now_ms as u32;
-        let connection = self.connection(number);
-        let options = match flags {
-            _ if !connection.timestamps || flags == RST => Vec::new(),
-            SYN => [&[2, 4, 5, 0xb4, 4, 2][..], &timestamp_option(value, 0), &[1, 3, 3, 7]].concat(),
-            _ => [&[1, 1][..], &timestamp_option(value, connection.tsecr)].concat(),
+    fn build_frame(&mut self, number: u32, destination_mac: MacAddress, flags: u8) -> Vec<u8> {
+        let tsval = self.now_ms as u32;
+        let connection = self.open_connection(number);
+        let tcp_options = match flags {
+            _ if !connection.has_timestamps || flags == TCP_FLAG_RST => Vec::new(),
+            TCP_FLAG_SYN => [&[2, 4, 5, 0xb4, 4, 2][..], &timestamp_option(tsval, 0), &[1, 3, 3, 7]].concat(),
+            _ => [&[1, 1][..], &timestamp_option(tsval, connection.newest_server_tsval)].concat(),
         };
-        let ip = EthernetIpHeader {
-            mac: to,
-            source: connection.client.0,
-            destination: self.config.vip().0,
-            protocol: frame::TCP,
-            identification: value as u16,
-            fragment: 0x4000,
+        let ip_header = EthernetIpHeader {
+            destination_mac,
+            source: connection.client_address.0,
+            destination: self.config.service_address().0,
+            protocol: frame::PROTOCOL_TCP,
+            ip_identification: tsval as u16,
+            fragment_flags_and_offset: 0x4000,
             option_words: 0,
             tos_and_ttl: [0, 64],
         };
-        let segment = TcpHeader { ports: (connection.client.1, self.config.vip().1), flags, options };
+        let tcp_header = TcpHeader {
+            ports: (connection.client_address.1, self.config.service_address().1),
+            flags,
+            options: tcp_options,
+        };
         let mut packet = Vec::new();
-        ip.append_frame(&mut packet, |packet| segment.append_segment(packet, (number, number), 0));
-        ipv6::translate(&mut self.rng, &mut packet);
+        ip_header.append_frame(&mut packet, |packet| tcp_header.append_segment(packet, (number, number), 0));
+        ipv6::translate_to_ipv6(&mut self.rng, &mut packet);
         packet
     }
 
     /// Sends a packet of a connection through one of the load balancers, and returns whether a server accepted it.
-    fn send(&mut self, number: u32, flags: u8) -> anyhow::Result<SendOutcome> {
-        let alive: Vec<usize> = (0..self.load_balancers.len()).filter(|at| self.load_balancers[*at].alive).collect();
-        let is_rerouted = self.rng.chance(1, PACKETS_PER_FAULT);
-        let choice = self.connection(number).lb_hash as usize + usize::from(is_rerouted);
-        let first = alive[choice % alive.len()];
-        self.report.packets += 1;
-        let frame = self.frame(number, load_balancer_mac(first), flags);
-        let delivery = self.forward(number, flags, first, &frame)?;
-        if let SendOutcome::Accepted(server) = delivery {
-            self.report.accepted += 1;
-            self.answer(number, server);
+    fn send_packet(&mut self, number: u32, flags: u8) -> anyhow::Result<DeliveryResult> {
+        let running_load_balancers: Vec<usize> =
+            (0..self.load_balancers.len()).filter(|at| self.load_balancers[*at].is_running).collect();
+        let is_rerouted = self.rng.random_bool(1, PACKETS_PER_FAULT);
+        let hash_with_rerouting = self.open_connection(number).lb_hash as usize + usize::from(is_rerouted);
+        let load_balancer = running_load_balancers[hash_with_rerouting % running_load_balancers.len()];
+        self.report.sent_packets += 1;
+        let frame = self.build_frame(number, load_balancer_mac(load_balancer), flags);
+        let delivery = self.forward_to_server(number, flags, load_balancer, &frame)?;
+        if let DeliveryResult::Accepted(server) = delivery {
+            self.report.accepted_packets += 1;
+            self.receive_answer(number, server);
         }
         Ok(delivery)
     }
 
-    fn forward(&mut self, number: u32, flags: u8, through: usize, frame: &[u8]) -> anyhow::Result<SendOutcome> {
-        let (counter, frame) = self.forward_through(through, frame)?;
+    fn forward_to_server(
+        &mut self,
+        number: u32,
+        flags: u8,
+        load_balancer: usize,
+        frame: &[u8],
+    ) -> anyhow::Result<DeliveryResult> {
+        let (counter, frame) = self.process_frame(load_balancer, frame)?;
         if counter >= intf::LB_COUNTER_DROP_MALFORMED_IPV4 || counter == intf::LB_COUNTER_PASSED_NOT_SERVICE {
-            return Ok(SendOutcome::Lost);
+            return Ok(DeliveryResult::Lost);
         }
-        let to = &frame[..6];
-        if to == BROADCAST {
-            return Ok(self.deliver_broadcast(number));
+        let destination_mac = &frame[..6];
+        if destination_mac == BROADCAST_MAC {
+            return Ok(self.deliver_to_all_servers(number));
         }
-        let owner = (0..self.load_balancers.len()).find(|other| load_balancer_mac(*other) == to);
+        let owner = (0..self.load_balancers.len()).find(|other| load_balancer_mac(*other) == destination_mac);
         if let Some(owner) = owner {
-            self.report.owner_forwarded += 1;
-            anyhow::ensure!(owner != through, "load balancer {owner} sends to itself");
-            if !self.load_balancers[owner].alive {
-                return Ok(SendOutcome::Lost);
+            self.report.packets_forwarded_to_owner += 1;
+            anyhow::ensure!(owner != load_balancer, "load balancer {owner} sends to itself");
+            if !self.load_balancers[owner].is_running {
+                return Ok(DeliveryResult::Lost);
             }
-            return self.forward(number, flags, owner, &frame);
+            return self.forward_to_server(number, flags, owner, &frame);
         }
-        let server = server::server_index(to).expect("a server's MAC address");
-        let frame = if self.config.forwarding.encapsulates() { decapsulated(&frame) } else { frame };
-        Ok(self.deliver(number, flags, server, &frame))
+        let server = server::server_index(destination_mac).expect("a server's MAC address");
+        let frame = if self.config.forwarding.encapsulates() { decapsulate(&frame) } else { frame };
+        Ok(self.deliver_to_server(number, flags, server, &frame))
     }
 
     /// Delivers a packet to all servers. The server of the connection accepts it, the others ignore it.
-    fn deliver_broadcast(&mut self, number: u32) -> SendOutcome {
-        let Some(server) = self.connection(number).server else { return SendOutcome::Lost };
-        if self.servers[server].life == Lifecycle::Gone {
-            return SendOutcome::Lost;
+    fn deliver_to_all_servers(&mut self, number: u32) -> DeliveryResult {
+        let Some(server) = self.open_connection(number).server_index else { return DeliveryResult::Lost };
+        if self.servers[server].lifecycle == Lifecycle::Gone {
+            return DeliveryResult::Lost;
         }
-        let connection = self.connection(number);
-        let tuple = ipv6::tuple(connection.client, self.config.vip());
-        let returned = cookie::decode_cookie(&self.servers[server].keys, &tuple, connection.tsecr);
-        let id = self.servers[server].id;
+        let connection = self.open_connection(number);
+        let four_tuple = ipv6::four_tuple(connection.client_address, self.config.service_address());
+        let returned_cookie =
+            cookie::decode_cookie(&self.servers[server].cookie_keys, &four_tuple, connection.newest_server_tsval);
+        let server_id = self.servers[server].id;
         // The load balancer has lost the entry: from now on the cookie holds the server's id.
-        if let Cookie::TableIndex(_) = returned
-            && let Some(socket) = self.connection_mut(number).sockets.iter_mut().find(|socket| socket.server == server)
+        if let Cookie::TableIndex(_) = returned_cookie
+            && let Some(socket) =
+                self.open_connection_mut(number).server_sockets.iter_mut().find(|socket| socket.server_index == server)
         {
-            socket.cookie = Cookie::Server(id);
+            socket.cookie = Cookie::Server(server_id);
         }
-        SendOutcome::Accepted(server)
+        DeliveryResult::Accepted(server)
     }
 
-    fn deliver(&mut self, number: u32, flags: u8, server: usize, frame: &[u8]) -> SendOutcome {
-        if self.servers[server].life == Lifecycle::Gone {
-            return SendOutcome::Lost;
+    fn deliver_to_server(&mut self, number: u32, flags: u8, server: usize, frame: &[u8]) -> DeliveryResult {
+        if self.servers[server].lifecycle == Lifecycle::Gone {
+            return DeliveryResult::Lost;
         }
-        if flags == SYN {
-            let tsecr_at = transport_offset(frame) + SYN_TSECR_OFFSET;
-            let tsecr = frame.get(tsecr_at..tsecr_at + 4).filter(|_| self.connection(number).timestamps);
-            let tsecr = tsecr.map_or(0, |bytes| u32::from_be_bytes(bytes.try_into().expect("four bytes")));
-            let socket = self.servers[server].socket(server, tsecr);
-            let sockets = &mut self.connection_mut(number).sockets;
-            match sockets.iter_mut().find(|socket| socket.server == server) {
-                Some(half_open) => *half_open = socket,
+        if flags == TCP_FLAG_SYN {
+            let tsecr_offset = tcp_header_offset(frame) + SYN_TSECR_OFFSET;
+            let tsecr_bytes =
+                frame.get(tsecr_offset..tsecr_offset + 4).filter(|_| self.open_connection(number).has_timestamps);
+            let tsecr = tsecr_bytes.map_or(0, |bytes| u32::from_be_bytes(bytes.try_into().expect("four bytes")));
+            let new_socket = self.servers[server].socket_for_syn(server, tsecr);
+            let sockets = &mut self.open_connection_mut(number).server_sockets;
+            match sockets.iter_mut().find(|socket| socket.server_index == server) {
+                Some(half_open) => *half_open = new_socket,
                 None => {
-                    sockets.push(socket);
-                    self.servers[server].connections += 1;
+                    sockets.push(new_socket);
+                    self.servers[server].connection_count += 1;
                 }
             }
-            return SendOutcome::Accepted(server);
+            return DeliveryResult::Accepted(server);
         }
-        let connection = self.connection(number);
-        if connection.server == Some(server) {
-            return SendOutcome::Accepted(server);
+        let connection = self.open_connection(number);
+        if connection.server_index == Some(server) {
+            return DeliveryResult::Accepted(server);
         }
         // After a retransmitted SYN this server has a half-open socket, but not for this connection.
-        if connection.timestamps || connection.sockets.iter().any(|socket| socket.server == server) {
-            return SendOutcome::Rejected;
+        if connection.has_timestamps || connection.server_sockets.iter().any(|socket| socket.server_index == server) {
+            return DeliveryResult::Rejected;
         }
-        self.forward_to_previous_server(number, server, frame)
+        self.chain_to_previous_server(number, server, frame)
     }
 
     /// Forwards a packet without a cookie to the previous server, whose id the load balancer has written into the
     /// packet. The server that received it does not know the connection.
-    fn forward_to_previous_server(&mut self, number: u32, server: usize, frame: &[u8]) -> SendOutcome {
+    fn chain_to_previous_server(&mut self, number: u32, server: usize, frame: &[u8]) -> DeliveryResult {
         // The IP identification, or the end of the IPv6 flow label.
-        let named_at = ETHERNET_HEADER_BYTES + if frame[ETHERNET_HEADER_BYTES] >> 4 == 6 { 2 } else { 4 };
-        let named = u16::from_be_bytes([frame[named_at], frame[named_at + 1]]);
-        let before = ServerId::try_from(u64::from(named)).ok().filter(|id| *id != self.servers[server].id);
-        let Some(before) = before.and_then(|id| self.servers.iter().position(|server| server.id == id)) else {
-            return SendOutcome::Rejected;
+        let previous_id_offset = ETHERNET_HEADER_BYTES + if frame[ETHERNET_HEADER_BYTES] >> 4 == 6 { 2 } else { 4 };
+        let previous_id = u16::from_be_bytes([frame[previous_id_offset], frame[previous_id_offset + 1]]);
+        let previous_server_id =
+            ServerId::try_from(u64::from(previous_id)).ok().filter(|id| *id != self.servers[server].id);
+        let Some(previous_server) =
+            previous_server_id.and_then(|id| self.servers.iter().position(|server| server.id == id))
+        else {
+            return DeliveryResult::Rejected;
         };
-        self.report.chained += 1;
-        match self.servers[before].life {
-            Lifecycle::Gone => SendOutcome::Lost,
-            _ if self.connection(number).server == Some(before) => SendOutcome::Accepted(before),
-            _ => SendOutcome::Rejected,
+        self.report.chained_packets += 1;
+        match self.servers[previous_server].lifecycle {
+            Lifecycle::Gone => DeliveryResult::Lost,
+            _ if self.open_connection(number).server_index == Some(previous_server) => {
+                DeliveryResult::Accepted(previous_server)
+            }
+            _ => DeliveryResult::Rejected,
         }
     }
 
     /// Sends the server's answer to the client. It may be lost.
-    fn answer(&mut self, number: u32, server: usize) {
-        let lost = self.rng.chance(1, PACKETS_PER_FAULT);
-        let now = self.now_ms;
-        let connection = self.connection(number);
+    fn receive_answer(&mut self, number: u32, server: usize) {
+        let is_answer_lost = self.rng.random_bool(1, PACKETS_PER_FAULT);
+        let now_ms = self.now_ms;
+        let connection = self.open_connection(number);
         // The connection ignores another server's answer to a retransmitted SYN.
-        let from_another = connection.server.is_some_and(|first| first != server);
-        let Some(socket) = connection.sockets.iter().find(|socket| socket.server == server) else { return };
-        let tuple = ipv6::tuple(connection.client, self.config.vip());
-        let value = self.servers[server].stamp(&tuple, socket, now);
+        let is_from_other_server = connection.server_index.is_some_and(|first| first != server);
+        let Some(socket) = connection.server_sockets.iter().find(|socket| socket.server_index == server) else {
+            return;
+        };
+        let four_tuple = ipv6::four_tuple(connection.client_address, self.config.service_address());
+        let tsval = self.servers[server].stamped_tsval(&four_tuple, socket, now_ms);
         // The first answer opens the connection.
-        if !from_another && (!lost || connection.tsecr == 0) {
-            self.connection_mut(number).tsecr = value;
+        if !is_from_other_server && (!is_answer_lost || connection.newest_server_tsval == 0) {
+            self.open_connection_mut(number).newest_server_tsval = tsval;
         }
     }
 }

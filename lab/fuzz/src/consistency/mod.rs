@@ -23,15 +23,15 @@ use std::net::Ipv4Addr;
 use coreward_intf as intf;
 use coreward_model::consistency::{Consistency, ServiceMode};
 use coreward_model::forwarding::Forwarding;
-use coreward_model::lb::Mac;
+use coreward_model::lb::MacAddress;
 
 use crate::fuzz_rng::FuzzRng;
 use crate::harness::Harness;
 use crate::ipv6;
-use client::Connection;
-use controller::Controller;
+use client::ClientConnection;
+use controller::DesiredState;
 pub use report::Report;
-use server::Server;
+use server::SimulatedServer;
 
 /// Maximum time between two packets of a connection (ms).
 pub const MAX_IDLE_MS: u64 = 60_000;
@@ -40,7 +40,7 @@ pub const MAX_IDLE_MS: u64 = 60_000;
 #[derive(Debug, Clone, Copy)]
 pub struct Config {
     /// Number of connections, which are opened at a constant rate.
-    pub connections: u32,
+    pub connection_count: u32,
     /// Virtual time during which connections are opened (minutes).
     pub minutes: u32,
     /// Number of changes per minute: servers and load balancers that join and leave, health, addresses, tables.
@@ -48,78 +48,78 @@ pub struct Config {
     /// Interval between new keys (ms). It must exceed the longest idle time of a connection ([`MAX_IDLE_MS`]):
     /// otherwise another key would decode the connection's cookie.
     pub key_rotation_ms: u64,
-    pub load_balancers: usize,
+    pub load_balancer_count: usize,
     /// Consistency mode of the service: stateless or stateful.
     pub consistency: Consistency,
     pub forwarding: Forwarding,
     /// Whether the service has an IPv6 VIP.
-    pub ipv6: bool,
+    pub has_ipv6_vip: bool,
     /// Seed from which all random choices are made.
     pub seed: u64,
     /// Whether the BPF programs run and are compared with their reference models.
-    pub with_program: bool,
+    pub runs_bpf_program: bool,
 }
 
 impl Default for Config {
     fn default() -> Self {
         Self {
-            connections: 1_000_000,
+            connection_count: 1_000_000,
             minutes: 10,
             changes_per_minute: 80,
             key_rotation_ms: 2 * MAX_IDLE_MS,
-            load_balancers: 2,
+            load_balancer_count: 2,
             consistency: Consistency::Stateless,
             forwarding: Forwarding::L2,
-            ipv6: false,
+            has_ipv6_vip: false,
             seed: 1,
-            with_program: true,
+            runs_bpf_program: true,
         }
     }
 }
 
 impl Config {
     /// Returns the VIP and port of the only service. An IPv6 VIP is represented by an IPv4 placeholder.
-    fn vip(&self) -> (Ipv4Addr, u16) {
-        (if self.ipv6 { ipv6::IPV6_PLACEHOLDERS[0] } else { Ipv4Addr::new(10, 200, 0, 1) }, 80)
+    fn service_address(&self) -> (Ipv4Addr, u16) {
+        (if self.has_ipv6_vip { ipv6::IPV6_PLACEHOLDERS[0] } else { Ipv4Addr::new(10, 200, 0, 1) }, 80)
     }
 
-    fn mode(&self) -> ServiceMode {
+    fn service_mode(&self) -> ServiceMode {
         ServiceMode { consistency: self.consistency, forwarding: self.forwarding, ..ServiceMode::default() }
     }
 }
 
 /// Event at a time of the simulation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Event {
+enum SimulationEvent {
     /// The next connection is opened.
-    Arrival,
+    OpenConnection,
     /// The connection with this index sends its next packet.
-    Packet(u32),
+    SendPacket(u32),
     /// A random change of the fleet happens.
-    Change,
+    ChangeFleet,
     /// A load balancer (first index) receives the state of a server (second index).
-    SendServer(usize, usize),
+    ReceiveServer(usize, usize),
     /// The load balancer with this index receives the newest table.
-    SendTable(usize),
+    ReceiveTable(usize),
     /// The load balancer with this index receives the newest keys.
-    SendKeys(usize),
-    SendServerKeys(usize),
+    ReceiveKeys(usize),
+    ServerReceivesKeys(usize),
     /// A new key replaces the one that is not in use, and is distributed.
-    NewKey,
+    DistributeNewKey,
     /// The newest key, which all have received, becomes the current one.
     SwitchKey,
     /// The load balancer with this index starts again, with empty tables.
-    Return(usize),
+    RestartLoadBalancer(usize),
     /// A load balancer (first index) receives whether another one (second index) is alive.
-    SendOwner(usize, usize),
+    ReceiveOwner(usize, usize),
     /// The load balancer with this index frees the entries of connections that have ended.
-    Sweep(usize),
+    FreeEndedConnections(usize),
 }
 
-struct LoadBalancer {
+struct SimulatedLoadBalancer {
     harness: Harness,
     service_slot: usize,
-    alive: bool,
+    is_running: bool,
 }
 
 /// State of the whole simulation.
@@ -128,13 +128,13 @@ struct Simulation {
     rng: FuzzRng,
     /// Current virtual time (ms).
     now_ms: u64,
-    events: BinaryHeap<Reverse<(u64, u64, Event)>>,
-    scheduled_count: u64,
-    controller: Controller,
-    servers: Vec<Server>,
-    load_balancers: Vec<LoadBalancer>,
-    connections: Vec<Option<Connection>>,
-    opened_count: u32,
+    scheduled_events: BinaryHeap<Reverse<(u64, u64, SimulationEvent)>>,
+    scheduled_event_count: u64,
+    desired_state: DesiredState,
+    servers: Vec<SimulatedServer>,
+    load_balancers: Vec<SimulatedLoadBalancer>,
+    connections: Vec<Option<ClientConnection>>,
+    opened_connection_count: u32,
     /// Addresses and ports of the clients with open connections.
     open_clients: HashSet<(Ipv4Addr, u16)>,
     /// Addresses and ports of clients whose connections have ended, of which some are used again.
@@ -142,14 +142,14 @@ struct Simulation {
     report: Report,
 }
 
-fn load_balancer_mac(number: usize) -> Mac {
+fn load_balancer_mac(number: usize) -> MacAddress {
     [2, 0, 0, 0, 0, number as u8]
 }
 
 /// Runs a simulation. Fails when a BPF program and its reference model differ, or the kernel rejects an update.
 pub fn run(config: Config) -> anyhow::Result<Report> {
     let mut simulation = Simulation::new(config)?;
-    while let Some(Reverse((time, _, event))) = simulation.events.pop() {
+    while let Some(Reverse((time, _, event))) = simulation.scheduled_events.pop() {
         simulation.now_ms = time;
         simulation.apply_event(event)?;
     }
@@ -157,43 +157,43 @@ pub fn run(config: Config) -> anyhow::Result<Report> {
 }
 
 impl Simulation {
-    fn schedule(&mut self, delay_ms: u64, event: Event) {
-        self.scheduled_count += 1;
-        self.events.push(Reverse((self.now_ms + delay_ms, self.scheduled_count, event)));
+    fn schedule_event(&mut self, delay_ms: u64, event: SimulationEvent) {
+        self.scheduled_event_count += 1;
+        self.scheduled_events.push(Reverse((self.now_ms + delay_ms, self.scheduled_event_count, event)));
     }
 
-    fn end_ms(&self) -> u64 {
+    fn arrivals_end_ms(&self) -> u64 {
         u64::from(self.config.minutes) * 60_000
     }
 
-    fn apply_event(&mut self, event: Event) -> anyhow::Result<()> {
+    fn apply_event(&mut self, event: SimulationEvent) -> anyhow::Result<()> {
         match event {
-            Event::Arrival => self.open_next_connection(),
-            Event::Packet(connection) => self.advance_connection(connection),
-            Event::Change => self.change(),
-            Event::SendServer(number, server) => self.send_server_to(number, server),
-            Event::SendTable(number) => self.send_table_to(number),
-            Event::SendKeys(number) => self.send_keys_to(number),
-            Event::SendServerKeys(server) => {
-                self.servers[server].set_keys(self.controller.keys, self.now_ms);
+            SimulationEvent::OpenConnection => self.start_next_connection(),
+            SimulationEvent::SendPacket(connection) => self.advance_connection(connection),
+            SimulationEvent::ChangeFleet => self.apply_random_change(),
+            SimulationEvent::ReceiveServer(number, server) => self.receive_server_update(number, server),
+            SimulationEvent::ReceiveTable(number) => self.receive_table(number),
+            SimulationEvent::ReceiveKeys(number) => self.receive_keys(number),
+            SimulationEvent::ServerReceivesKeys(server) => {
+                self.servers[server].set_keys(self.desired_state.cookie_keys, self.now_ms);
                 Ok(())
             }
-            Event::NewKey => self.distribute_new_key(),
-            Event::SwitchKey => self.switch_key(),
-            Event::Return(number) => self.start_load_balancer(number),
-            Event::SendOwner(number, other) => self.send_owner_to(number, other),
-            Event::Sweep(number) => self.sweep(number),
+            SimulationEvent::DistributeNewKey => self.distribute_new_key(),
+            SimulationEvent::SwitchKey => self.switch_key(),
+            SimulationEvent::RestartLoadBalancer(number) => self.restart_load_balancer_empty(number),
+            SimulationEvent::ReceiveOwner(number, other) => self.receive_owner_update(number, other),
+            SimulationEvent::FreeEndedConnections(number) => self.free_ended_connections(number),
         }
     }
 
     /// Processes a frame in load balancer `number`. Returns the counter of its outcome, and the frame as it leaves.
-    fn forward_through(&mut self, number: usize, frame: &[u8]) -> anyhow::Result<(intf::lb_counter, Vec<u8>)> {
+    fn process_frame(&mut self, number: usize, frame: &[u8]) -> anyhow::Result<(intf::lb_counter, Vec<u8>)> {
         let harness = &mut self.load_balancers[number].harness;
         let (outcome, difference) = harness.process_packet(frame)?;
         if let Some(difference) = difference {
             anyhow::bail!("load balancer {number}, BPF program and reference model differ in {difference}");
         }
-        self.report.outcomes[outcome.counter as usize] += 1;
+        self.report.packets_by_outcome[outcome.counter as usize] += 1;
         Ok((outcome.counter, harness.frame_after().to_vec()))
     }
 }

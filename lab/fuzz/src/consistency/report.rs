@@ -7,34 +7,34 @@ use coreward_intf as intf;
 /// Counts of connections, packets and changes in one consistency check.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Report {
-    pub connections: u64,
+    pub connection_count: u64,
     /// Number of connections that were accepted by a server.
-    pub established: u64,
+    pub established_connections: u64,
     /// Number of connections that ended with a FIN or reset after all their packets.
-    pub completed: u64,
-    pub lost_with_server: u64,
+    pub completed_connections: u64,
+    pub connections_lost_with_server: u64,
     /// Number of connections whose client gave up after repeated drops.
-    pub gave_up: u64,
-    pub packets: u64,
-    pub accepted: u64,
+    pub connections_given_up: u64,
+    pub sent_packets: u64,
+    pub accepted_packets: u64,
     /// Number of packets with timestamps that reached a server without the connection, which resets it. Must be 0.
-    pub misdelivered: u64,
+    pub misdelivered_packets: u64,
     /// Number of packets with timestamps that were accepted by another server than the first one. Must be 0.
-    pub accepted_elsewhere: u64,
+    pub packets_accepted_elsewhere: u64,
     /// Number of retransmitted SYNs that reached another server than the first SYN.
     pub syns_to_other_server: u64,
     /// Number of resets without timestamps that reached a server without the connection, which had no effect. The flow
     /// table still had an earlier connection of the same client port.
     pub misdelivered_resets: u64,
-    pub without_timestamps: u64,
+    pub connections_without_timestamps: u64,
     /// Number of packets that the bucket's server forwarded to the previous server.
-    pub chained: u64,
+    pub chained_packets: u64,
     /// Number of connections without timestamps that were broken by a packet to a server that does not have them.
-    pub broken_without_timestamps: u64,
+    pub broken_untimestamped_connections: u64,
     /// Number of packets that a load balancer forwarded to the owner of the connection's entry.
-    pub owner_forwarded: u64,
+    pub packets_forwarded_to_owner: u64,
     /// Number of packets by outcome, indexed by the value of `enum lb_counter`.
-    pub outcomes: Vec<u64>,
+    pub packets_by_outcome: Vec<u64>,
     pub servers_joined: u64,
     /// Number of servers that were drained, and left after their last connection.
     pub servers_drained: u64,
@@ -45,16 +45,16 @@ pub struct Report {
     pub other_changes: u64,
     /// Number of times that a new key became the current one.
     pub key_switches: u64,
-    pub tables: u64,
+    pub table_count: u64,
 }
 
 impl Report {
     pub(super) fn new() -> Self {
-        Self { outcomes: vec![0; intf::LB_COUNTER_COUNT as usize], ..Self::default() }
+        Self { packets_by_outcome: vec![0; intf::LB_COUNTER_COUNT as usize], ..Self::default() }
     }
 
     /// Returns the number of changes of servers and load balancers.
-    pub fn changes(&self) -> u64 {
+    pub fn change_count(&self) -> u64 {
         self.servers_joined
             + self.servers_drained
             + self.servers_failed
@@ -63,8 +63,8 @@ impl Report {
     }
 
     /// Returns whether no packet with timestamps reached a wrong server.
-    pub fn guarantees_hold(&self) -> bool {
-        self.misdelivered == 0 && self.accepted_elsewhere == 0
+    pub fn are_guarantees_kept(&self) -> bool {
+        self.misdelivered_packets == 0 && self.packets_accepted_elsewhere == 0
     }
 }
 
@@ -73,34 +73,40 @@ impl fmt::Display for Report {
         writeln!(
             f,
             "{} connections, {} established, {} completed, {} lost with their server, {} gave up",
-            self.connections, self.established, self.completed, self.lost_with_server, self.gave_up
+            self.connection_count,
+            self.established_connections,
+            self.completed_connections,
+            self.connections_lost_with_server,
+            self.connections_given_up
         )?;
         writeln!(
             f,
             "{} changes: {} servers joined, {} drained, {} failed; {} load balancers restarted; {} of health or \
              address; {} key switches, {} tables",
-            self.changes(),
+            self.change_count(),
             self.servers_joined,
             self.servers_drained,
             self.servers_failed,
             self.load_balancers_restarted,
             self.other_changes,
             self.key_switches,
-            self.tables
+            self.table_count
         )?;
-        writeln!(f, "{} packets, {} accepted; by the load balancers:", self.packets, self.accepted)?;
-        for (name, count) in intf::LB_COUNTER_NAMES.iter().zip(&self.outcomes).filter(|(_, count)| **count > 0) {
+        writeln!(f, "{} packets, {} accepted; by the load balancers:", self.sent_packets, self.accepted_packets)?;
+        for (name, count) in
+            intf::LB_COUNTER_NAMES.iter().zip(&self.packets_by_outcome).filter(|(_, count)| **count > 0)
+        {
             writeln!(f, "  {name:28}{count:12}")?;
         }
-        writeln!(f, "to the owner of an entry first: {}", self.owner_forwarded)?;
+        writeln!(f, "to the owner of an entry first: {}", self.packets_forwarded_to_owner)?;
         writeln!(f, "bare resets that reached a server without the connection: {}", self.misdelivered_resets)?;
         writeln!(f, "SYNs sent again that reached another server: {}", self.syns_to_other_server)?;
         writeln!(
             f,
             "without timestamps: {} connections, {} packets handed to the server before, {} connections broken",
-            self.without_timestamps, self.chained, self.broken_without_timestamps
+            self.connections_without_timestamps, self.chained_packets, self.broken_untimestamped_connections
         )?;
-        writeln!(f, "with timestamps, packets to a server without the connection: {}", self.misdelivered)?;
-        write!(f, "with timestamps, packets accepted by a second server: {}", self.accepted_elsewhere)
+        writeln!(f, "with timestamps, packets to a server without the connection: {}", self.misdelivered_packets)?;
+        write!(f, "with timestamps, packets accepted by a second server: {}", self.packets_accepted_elsewhere)
     }
 }

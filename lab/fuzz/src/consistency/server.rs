@@ -1,8 +1,8 @@
 //! Servers that behave like `bpf/server/server.bpf.c` and the kernel's TCP, as far as clients can observe.
 
 use coreward_intf as intf;
-use coreward_model::cookie::{self, Cookie, FleetKeys};
-use coreward_model::lb::Mac;
+use coreward_model::cookie::{self, Cookie, FleetCookieKeys};
+use coreward_model::lb::MacAddress;
 use coreward_model::{FourTuple, ServerId};
 
 use crate::harness::TIME_KEY;
@@ -16,14 +16,14 @@ pub(super) enum Lifecycle {
 }
 
 #[derive(Debug)]
-pub(super) struct Server {
+pub(super) struct SimulatedServer {
     pub id: ServerId,
-    pub mac: Mac,
-    pub life: Lifecycle,
-    pub healthy: bool,
-    pub connections: u32,
+    pub mac: MacAddress,
+    pub lifecycle: Lifecycle,
+    pub is_healthy: bool,
+    pub connection_count: u32,
     /// Newest keys that this server has received.
-    pub keys: FleetKeys,
+    pub cookie_keys: FleetCookieKeys,
     /// TSval of this server's clock from which on it stamps with `keys.current`.
     pub key_switch_tsval: u32,
     /// TSval clock of this server at virtual time 0 (ms).
@@ -32,54 +32,54 @@ pub(super) struct Server {
 
 /// Socket of a connection at a server.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Socket {
+pub(super) struct ServerSocket {
     /// Index of the server in the list of servers.
-    pub server: usize,
+    pub server_index: usize,
     /// Cookie that the server's packets carry: its id, or the table index that came with the SYN.
     pub cookie: Cookie,
 }
 
 /// Returns the MAC address of a server. Its first bytes differ from those of a load balancer's address.
-pub(super) fn mac(server: usize) -> Mac {
-    let [high, low] = (server as u16).to_be_bytes();
-    [2, 0, 1, 0, high, low]
+pub(super) fn server_mac(server: usize) -> MacAddress {
+    let [index_high_byte, index_low_byte] = (server as u16).to_be_bytes();
+    [2, 0, 1, 0, index_high_byte, index_low_byte]
 }
 
 pub(super) fn server_index(mac: &[u8]) -> Option<usize> {
     (mac[..4] == [2, 0, 1, 0]).then(|| usize::from(u16::from_be_bytes([mac[4], mac[5]])))
 }
 
-impl Server {
+impl SimulatedServer {
     /// Returns the socket that a SYN with this TSecr creates. A load balancer may have put a table index into it.
-    pub fn socket(&self, server: usize, tsecr: u32) -> Socket {
+    pub fn socket_for_syn(&self, server_index: usize, tsecr: u32) -> ServerSocket {
         let cookie = if tsecr & intf::SYN_TSECR_HOLDS_COOKIE != 0 {
             Cookie::TableIndex((tsecr & intf::COOKIE_ID_MASK) as u16)
         } else {
             Cookie::Server(self.id)
         };
-        Socket { server, cookie }
+        ServerSocket { server_index, cookie }
     }
 
     /// Replaces the keys. As with agents, a new current key is used for stamping one second later.
-    pub fn set_keys(&mut self, keys: FleetKeys, now_ms: u64) {
-        let switch_in = if keys.current == self.keys.current { 0 } else { 1_000 };
-        self.key_switch_tsval = self.clock(now_ms).wrapping_add(switch_in);
-        self.keys = keys;
+    pub fn set_keys(&mut self, keys: FleetCookieKeys, now_ms: u64) {
+        let switch_delay_ms = if keys.current == self.cookie_keys.current { 0 } else { 1_000 };
+        self.key_switch_tsval = self.tsval_clock_ms(now_ms).wrapping_add(switch_delay_ms);
+        self.cookie_keys = keys;
     }
 
-    fn clock(&self, now_ms: u64) -> u32 {
+    fn tsval_clock_ms(&self, now_ms: u64) -> u32 {
         self.initial_clock_ms.wrapping_add(now_ms as u32)
     }
 
     /// Returns the stamped TSval of a packet to the client at time `now_ms`.
-    pub fn stamp(&self, tuple: &FourTuple, socket: &Socket, now_ms: u64) -> u32 {
-        let milliseconds = self.clock(now_ms);
+    pub fn stamped_tsval(&self, tuple: &FourTuple, socket: &ServerSocket, now_ms: u64) -> u32 {
+        let clock_ms = self.tsval_clock_ms(now_ms);
         cookie::stamp_tsval(
-            &self.keys.at_tsval(milliseconds, self.key_switch_tsval),
+            &self.cookie_keys.for_tsval(clock_ms, self.key_switch_tsval),
             &TIME_KEY,
             tuple,
             socket.cookie,
-            milliseconds,
+            clock_ms,
         )
     }
 }

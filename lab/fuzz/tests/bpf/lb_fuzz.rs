@@ -3,14 +3,14 @@
 use std::net::Ipv4Addr;
 
 use coreward_dataplane::test_run::{missing_bpf_rights, skip_if};
-use coreward_fuzz::campaign::{Campaign, RunLimit};
-use coreward_fuzz::change::Change;
-use coreward_fuzz::epoch::Epoch;
+use coreward_fuzz::campaign::{Campaign, CampaignLimit};
+use coreward_fuzz::change::StateChange;
+use coreward_fuzz::epoch::FuzzEpoch;
 use coreward_fuzz::frame::{self, EthernetIpHeader, TcpHeader, timestamp_option};
 use coreward_fuzz::harness::{Harness, HarnessSetup, OWN_MAC};
 use coreward_intf as intf;
 use coreward_model::consistency::ServiceMode;
-use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
+use coreward_model::cookie::{CookieKey, FleetCookieKeys, KeyIndex};
 use coreward_model::lb::{Outcome, Server};
 use coreward_model::placement::{PlacementRule, PlacementTable};
 use coreward_model::rss::seeded_rng;
@@ -21,72 +21,75 @@ use coreward_model::{ServerId, ServiceAddress};
 const UNREACHED_COUNTERS: [intf::lb_counter; 1] = [intf::LB_COUNTER_DROP_INTERNAL];
 
 #[test]
-fn bpf_program_equals_its_reference_model() {
+fn bpf_program_behaves_like_its_reference_model_on_generated_packets() {
     skip_if!(missing_bpf_rights());
-    let mut outcomes = vec![0; intf::LB_COUNTER_COUNT as usize];
+    let mut counts_by_outcome = vec![0; intf::LB_COUNTER_COUNT as usize];
     // Each seed has other services, servers and rules.
     for seed in 0..24 {
-        let campaign = Campaign { seed, first_epoch: 0, limit: RunLimit::Packets(10_000), threads: 1 };
+        let campaign = Campaign { seed, first_epoch: 0, limit: CampaignLimit::PacketCount(10_000), thread_count: 1 };
         let summary = campaign.run(|_| ()).unwrap();
         assert!(summary.failure.is_none(), "seed {seed}: {:?}", summary.failure);
-        assert_eq!(summary.packets, 10_000);
-        outcomes.iter_mut().zip(summary.outcomes).for_each(|(sum, count)| *sum += count);
+        assert_eq!(summary.packet_count, 10_000);
+        counts_by_outcome.iter_mut().zip(summary.counts_by_outcome).for_each(|(sum, count)| *sum += count);
     }
-    for (counter, (name, count)) in (0..).zip(std::iter::zip(intf::LB_COUNTER_NAMES, outcomes)) {
+    for (counter, (name, count)) in (0..).zip(std::iter::zip(intf::LB_COUNTER_NAMES, counts_by_outcome)) {
         assert_eq!(count > 0, !UNREACHED_COUNTERS.contains(&counter), "{name}: {count} packets");
     }
 }
 
 #[test]
-fn fuzzer_finds_a_different_reference_model() {
+fn fuzzer_finds_that_the_reference_model_has_other_keys() {
     skip_if!(missing_bpf_rights());
     // An epoch whose packets have cookies.
-    let with_cookies = |seed| {
-        let (mut epoch, mut established) = (Epoch::new(seed, true).unwrap(), 0);
-        let count = |outcome: Outcome| established += usize::from(outcome.counter == intf::LB_COUNTER_ESTABLISHED);
-        assert!(epoch.run(2_000, count).unwrap().is_none());
+    let epoch_with_cookies = |seed| {
+        let (mut epoch, mut established) = (FuzzEpoch::new(seed, true).unwrap(), 0);
+        let count_established =
+            |outcome: Outcome| established += usize::from(outcome.counter == intf::LB_COUNTER_ESTABLISHED);
+        assert!(epoch.run_until_packet(2_000, count_established).unwrap().is_none());
         (established > 200).then_some(epoch)
     };
-    let mut epoch = (0..).find_map(with_cookies).unwrap();
-    let zero = CookieKey { k0: 0, k1: 0 };
-    epoch.harness.model.set_keys(FleetKeys { keys: [zero; 2], current: KeyIndex::First });
-    let found = epoch.run(4_000, |_| ()).unwrap().expect("cookies are read with other keys");
-    assert!(found.packets > 2_000 && found.packets < 2_200, "{found:?}");
+    let mut epoch = (0..).find_map(epoch_with_cookies).unwrap();
+    let zero_key = CookieKey { k0: 0, k1: 0 };
+    epoch.harness.model.set_keys(FleetCookieKeys { keys: [zero_key; 2], current: KeyIndex::First });
+    let mismatch = epoch.run_until_packet(4_000, |_| ()).unwrap().expect("cookies are read with other keys");
+    assert!(mismatch.packet_count > 2_000 && mismatch.packet_count < 2_200, "{mismatch:?}");
 }
 
 #[test]
-fn state_invisible_to_packets_is_compared() {
+fn differences_of_state_that_no_packet_shows_are_found() {
     skip_if!(missing_bpf_rights());
-    let vip = (Ipv4Addr::new(10, 200, 0, 1), 80);
-    let id = ServerId::try_from(7).unwrap();
-    let keys = FleetKeys { keys: [CookieKey { k0: 1, k1: 2 }; 2], current: KeyIndex::First };
+    let service_address = (Ipv4Addr::new(10, 200, 0, 1), 80);
+    let server_id = ServerId::try_from(7).unwrap();
+    let keys = FleetCookieKeys { keys: [CookieKey { k0: 1, k1: 2 }; 2], current: KeyIndex::First };
     let mut harness = Harness::new(HarnessSetup::new(OWN_MAC, keys), true).unwrap();
-    let address = ServiceAddress { socket: vip.into(), protocol: Protocol::Tcp };
-    let service_slot = harness.change(&Change::Services(vec![(address, ServiceMode::default())])).unwrap()[0];
-    let server = Server { mac: Some([2, 0, 0, 0, 0, 7]), eligible: true };
-    harness.change(&Change::Server(service_slot, id, Some(server))).unwrap();
-    let table = PlacementTable::random(PlacementRule::RoundRobin, 1, 1, &[id], &mut seeded_rng(1, 0));
-    harness.change(&Change::Table(service_slot, table)).unwrap();
+    let address = ServiceAddress { socket: service_address.into(), protocol: Protocol::Tcp };
+    let service_slot =
+        harness.apply_change(&StateChange::ReplaceServices(vec![(address, ServiceMode::default())])).unwrap()[0];
+    let server = Server { mac: Some([2, 0, 0, 0, 0, 7]), is_eligible: true };
+    harness.apply_change(&StateChange::SetServer(service_slot, server_id, Some(server))).unwrap();
+    let table = PlacementTable::random(PlacementRule::RoundRobin, 1, 1, &[server_id], &mut seeded_rng(1, 0));
+    harness.apply_change(&StateChange::InstallTable(service_slot, table)).unwrap();
 
-    let ip = EthernetIpHeader {
-        mac: OWN_MAC,
+    let ip_header = EthernetIpHeader {
+        destination_mac: OWN_MAC,
         source: Ipv4Addr::new(10, 1, 0, 7),
-        destination: vip.0,
-        protocol: frame::TCP,
-        identification: 0,
-        fragment: 0,
+        destination: service_address.0,
+        protocol: frame::PROTOCOL_TCP,
+        ip_identification: 0,
+        fragment_flags_and_offset: 0,
         option_words: 0,
         tos_and_ttl: [0, 64],
     };
-    let syn = |port: u16| {
-        let segment = TcpHeader { ports: (port, vip.1), flags: 2, options: timestamp_option(1, 0).to_vec() };
+    let syn_frame = |port: u16| {
+        let tcp_header =
+            TcpHeader { ports: (port, service_address.1), flags: 2, options: timestamp_option(1, 0).to_vec() };
         let mut packet = Vec::new();
-        ip.append_frame(&mut packet, |packet| segment.append_segment(packet, (1, 0), 0));
+        ip_header.append_frame(&mut packet, |packet| tcp_header.append_segment(packet, (1, 0), 0));
         packet
     };
-    let (outcome, difference) = harness.process_packet(&syn(1)).unwrap();
+    let (outcome, difference) = harness.process_packet(&syn_frame(1)).unwrap();
     assert_eq!((outcome.counter, difference.is_none()), (intf::LB_COUNTER_NEW_CONNECTION, true));
     assert!(harness.compare_state().is_none());
-    harness.model.receive(&mut syn(2), 5);
+    harness.model.receive(&mut syn_frame(2), 5);
     assert_eq!(harness.compare_state().unwrap().subject, "the counter of round robin");
 }

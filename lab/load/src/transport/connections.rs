@@ -15,9 +15,9 @@ use coreward_model::rss::{seeded_rng, uniform_below};
 use rand_xoshiro::Xoshiro256PlusPlus;
 use socket2::{Domain, Socket, Type};
 
-use super::{Answer, Sources, Transport, TransportErrorCounts, Worker};
-use crate::event_loop::{Epoll, Event, now_ns};
-use crate::receive::Receiver;
+use super::{Answer, FlowSources, Transport, TransportErrorCounts, Worker};
+use crate::event_loop::{Epoll, ReadyEvent, now_ns};
+use crate::receive::TimestampedReceiver;
 use crate::workload::RequestParameters;
 
 const RNG_STREAM_FLOWS: u64 = 0x6c6f_6103;
@@ -65,76 +65,76 @@ struct Connection<R> {
     /// Bytes for which the socket's buffer had no room yet.
     unsent_bytes: Vec<u8>,
     /// Ids of the unanswered requests, with the oldest first.
-    pending: VecDeque<u32>,
-    reader: R,
+    pending_ids: VecDeque<u32>,
+    reply_reader: R,
     is_closing: bool,
 }
 
 /// Request that waits until a connection is free.
 #[derive(Debug)]
 struct WaitingRequest {
-    demand: RequestParameters,
+    parameters: RequestParameters,
     id: u32,
     deadline_ns: u64,
 }
 
 /// Pool of persistent connections that use protocol `P`.
 #[derive(Debug)]
-pub struct Connections<P: Protocol> {
+pub struct ConnectionPool<P: Protocol> {
     protocol: P,
-    target: SocketAddr,
-    sources: Sources,
+    target_address: SocketAddr,
+    flow_sources: FlowSources,
     epoll: Epoll,
     /// Connections by flow; `None` between two attempts to open one.
     connections: Vec<Option<Connection<P::Reader>>>,
     /// Indices of open connections without a request; unused if the protocol allows pipelining.
     free_connections: Vec<usize>,
-    waiting: VecDeque<WaitingRequest>,
+    waiting_requests: VecDeque<WaitingRequest>,
     /// Times (ns) and indices of connections to open again, with the earliest first.
-    retries: VecDeque<(u64, usize)>,
+    scheduled_retries: VecDeque<(u64, usize)>,
     rng: Xoshiro256PlusPlus,
-    receiver: Receiver,
-    events: Vec<Event>,
-    buffer: Vec<u8>,
+    receiver: TimestampedReceiver,
+    event_buffer: Vec<ReadyEvent>,
+    receive_buffer: Vec<u8>,
     errors: TransportErrorCounts,
 }
 
-impl<P: Protocol> Connections<P> {
+impl<P: Protocol> ConnectionPool<P> {
     /// Opens one connection per flow. Fails when a source cannot be bound, or the target has no listener.
-    pub fn open(protocol: P, target: SocketAddr, sources: Sources, seed: u64) -> anyhow::Result<Self> {
-        let mut all = Self {
+    pub fn open(protocol: P, target: SocketAddr, sources: FlowSources, seed: u64) -> anyhow::Result<Self> {
+        let mut pool = Self {
             protocol,
-            target,
+            target_address: target,
             epoll: Epoll::new()?,
             connections: Vec::new(),
             free_connections: Vec::new(),
-            waiting: VecDeque::new(),
-            retries: VecDeque::new(),
+            waiting_requests: VecDeque::new(),
+            scheduled_retries: VecDeque::new(),
             rng: seeded_rng(seed, RNG_STREAM_FLOWS),
-            receiver: Receiver::default(),
-            events: Vec::new(),
-            buffer: vec![0; 65_536],
+            receiver: TimestampedReceiver::default(),
+            event_buffer: Vec::new(),
+            receive_buffer: vec![0; 65_536],
             errors: TransportErrorCounts::default(),
-            sources,
+            flow_sources: sources,
         };
-        for index in 0..usize::from(all.sources.flow_count) {
-            let source = all.sources.source_address(index as u16, target);
-            let socket = all.bind(index).with_context(|| format!("cannot bind the source {source}"))?;
-            let connected = socket.connect_timeout(&target.into(), CONNECT_TIMEOUT);
-            connected.with_context(|| format!("cannot connect from {source} to {target}"))?;
-            all.connections.push(None);
-            all.add_connection(index, socket, true)?;
+        for index in 0..usize::from(pool.flow_sources.flow_count) {
+            let source = pool.flow_sources.source_address(index as u16, target);
+            let socket = pool.bind_flow_socket(index).with_context(|| format!("cannot bind the source {source}"))?;
+            let connect_result = socket.connect_timeout(&target.into(), CONNECT_TIMEOUT);
+            connect_result.with_context(|| format!("cannot connect from {source} to {target}"))?;
+            pool.connections.push(None);
+            pool.add_connection(index, socket, true)?;
         }
-        Ok(all)
+        Ok(pool)
     }
 
-    fn bind(&self, index: usize) -> io::Result<Socket> {
-        let socket = Socket::new(Domain::for_address(self.target), Type::STREAM, None)?;
+    fn bind_flow_socket(&self, index: usize) -> io::Result<Socket> {
+        let socket = Socket::new(Domain::for_address(self.target_address), Type::STREAM, None)?;
         // Another connection from the port may be in TIME-WAIT.
         socket.set_reuse_address(true)?;
-        socket.bind(&self.sources.source_address(index as u16, self.target).into())?;
+        socket.bind(&self.flow_sources.source_address(index as u16, self.target_address).into())?;
         socket.set_tcp_nodelay(true)?;
-        Receiver::enable_timestamps(&socket)?;
+        TimestampedReceiver::enable_timestamps(&socket)?;
         Ok(socket)
     }
 
@@ -142,13 +142,19 @@ impl<P: Protocol> Connections<P> {
         socket.set_nonblocking(true)?;
         let stream = TcpStream::from(socket);
         // Edge-triggered: one event when connected, then one per arrival of data.
-        let flags = libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLRDHUP | libc::EPOLLET;
-        self.epoll.add(stream.as_fd(), index as u64, flags)?;
+        let epoll_flags = libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLRDHUP | libc::EPOLLET;
+        self.epoll.add(stream.as_fd(), index as u64, epoll_flags)?;
         let (unsent_bytes, pending, reader) = (Vec::new(), VecDeque::new(), P::Reader::default());
-        self.connections[index] =
-            Some(Connection { stream, is_open, unsent_bytes, pending, reader, is_closing: false });
+        self.connections[index] = Some(Connection {
+            stream,
+            is_open,
+            unsent_bytes,
+            pending_ids: pending,
+            reply_reader: reader,
+            is_closing: false,
+        });
         if is_open {
-            self.mark_free(index);
+            self.free_or_send_waiting(index);
         }
         Ok(())
     }
@@ -157,31 +163,31 @@ impl<P: Protocol> Connections<P> {
     fn reopen(&mut self, index: usize) {
         self.connections[index] = None;
         self.free_connections.retain(|free| *free != index);
-        let attempt = || -> io::Result<Socket> {
-            let socket = self.bind(index)?;
+        let start_connecting = || -> io::Result<Socket> {
+            let socket = self.bind_flow_socket(index)?;
             socket.set_nonblocking(true)?;
-            match socket.connect(&self.target.into()) {
+            match socket.connect(&self.target_address.into()) {
                 Err(error) if error.raw_os_error() != Some(libc::EINPROGRESS) => Err(error),
                 _ => Ok(socket),
             }
         };
-        if attempt().and_then(|socket| self.add_connection(index, socket, false)).is_err() {
+        if start_connecting().and_then(|socket| self.add_connection(index, socket, false)).is_err() {
             self.connections[index] = None;
             self.errors.refused += 1;
-            self.retries.push_back((now_ns() + RETRY_DELAY_NS, index));
+            self.scheduled_retries.push_back((now_ns() + RETRY_DELAY_NS, index));
         }
     }
 
     /// Sends a waiting request on an open connection, or marks it as free if none waits.
-    fn mark_free(&mut self, index: usize) {
+    fn free_or_send_waiting(&mut self, index: usize) {
         if P::ALLOWS_PIPELINING {
             return;
         }
         let now_ns = now_ns();
-        while let Some(waiting) = self.waiting.pop_front() {
+        while let Some(waiting) = self.waiting_requests.pop_front() {
             // A request whose deadline has passed counts as lost.
             if waiting.deadline_ns > now_ns {
-                return self.send_on(index, &waiting.demand, waiting.id);
+                return self.send_on(index, &waiting.parameters, waiting.id);
             }
         }
         self.free_connections.push(index);
@@ -193,14 +199,14 @@ impl<P: Protocol> Connections<P> {
             return;
         };
         self.protocol.write(demand, id, &mut connection.unsent_bytes);
-        connection.pending.push_back(id);
+        connection.pending_ids.push_back(id);
         if connection.is_open && connection.flush().is_err() {
-            self.handle_broken_connection(index);
+            self.count_and_retry_broken(index);
         }
     }
 
     /// Counts a connection that broke or could not be opened, and opens it again, at once or after a delay.
-    fn handle_broken_connection(&mut self, index: usize) {
+    fn count_and_retry_broken(&mut self, index: usize) {
         let Some(connection) = &self.connections[index] else { return };
         if connection.is_open {
             self.errors.broken_connections += 1;
@@ -208,72 +214,75 @@ impl<P: Protocol> Connections<P> {
         } else {
             self.errors.refused += 1;
             self.connections[index] = None;
-            self.retries.push_back((now_ns() + RETRY_DELAY_NS, index));
+            self.scheduled_retries.push_back((now_ns() + RETRY_DELAY_NS, index));
         }
     }
 
-    fn handle_event(&mut self, index: usize, event: Event, answers: &mut Vec<Answer>) {
+    fn handle_event(&mut self, index: usize, event: ReadyEvent, answers: &mut Vec<Answer>) {
         let Some(connection) = &mut self.connections[index] else { return };
         if event.has_flags(libc::EPOLLERR) && !matches!(connection.stream.take_error(), Ok(None)) {
-            return self.handle_broken_connection(index);
+            return self.count_and_retry_broken(index);
         }
         if event.has_flags(libc::EPOLLOUT) {
-            let opened = !std::mem::replace(&mut connection.is_open, true);
+            let was_just_opened = !std::mem::replace(&mut connection.is_open, true);
             if connection.flush().is_err() {
-                return self.handle_broken_connection(index);
+                return self.count_and_retry_broken(index);
             }
-            if opened {
-                self.mark_free(index);
+            if was_just_opened {
+                self.free_or_send_waiting(index);
             }
         }
         if event.has_flags(libc::EPOLLIN | libc::EPOLLRDHUP | libc::EPOLLHUP) {
-            self.read(index, event.has_flags(libc::EPOLLRDHUP), answers);
+            self.read_connection(index, event.has_flags(libc::EPOLLRDHUP), answers);
         }
     }
 
     /// Reads all available bytes of a connection. A short read means that the socket is empty (epoll(7), question 9),
     /// unless the end of the stream follows the data.
-    fn read(&mut self, index: usize, ended: bool, answers: &mut Vec<Answer>) {
+    fn read_connection(&mut self, index: usize, has_ended: bool, answers: &mut Vec<Answer>) {
         loop {
             let Some(connection) = &mut self.connections[index] else { return };
-            let received = match self.receiver.receive(&connection.stream, &mut self.buffer) {
+            let received_bytes = match self.receiver.receive(&connection.stream, &mut self.receive_buffer) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
-                Err(_) => return self.handle_broken_connection(index),
+                Err(_) => return self.count_and_retry_broken(index),
                 Ok(received) => received,
             };
-            let bytes = &self.buffer[..received.length];
+            let bytes = &self.receive_buffer[..received_bytes.length];
             if bytes.is_empty() {
                 // A server may close an idle connection at any time.
-                return if connection.pending.is_empty() {
+                return if connection.pending_ids.is_empty() {
                     self.reopen(index)
                 } else {
-                    self.handle_broken_connection(index)
+                    self.count_and_retry_broken(index)
                 };
             }
-            let had_work = !connection.pending.is_empty();
-            let failed = &mut self.errors.failed;
-            if connection.match_replies(bytes, received.arrived_ns, failed, answers, P::read).is_err() {
+            let had_pending = !connection.pending_ids.is_empty();
+            let failed_count = &mut self.errors.failed;
+            if connection
+                .match_replies_with_requests(bytes, received_bytes.arrived_ns, failed_count, answers, P::read)
+                .is_err()
+            {
                 self.errors.malformed += 1;
-                return self.handle_broken_connection(index);
+                return self.count_and_retry_broken(index);
             }
             if connection.is_closing {
-                return if connection.pending.is_empty() {
+                return if connection.pending_ids.is_empty() {
                     self.reopen(index)
                 } else {
-                    self.handle_broken_connection(index)
+                    self.count_and_retry_broken(index)
                 };
             }
-            if had_work && connection.pending.is_empty() {
-                self.mark_free(index);
+            if had_pending && connection.pending_ids.is_empty() {
+                self.free_or_send_waiting(index);
             }
-            if !ended && received.length < self.buffer.len() {
+            if !has_ended && received_bytes.length < self.receive_buffer.len() {
                 return;
             }
         }
     }
 }
 
-type ReadFunction<R> = fn(&mut R, &[u8], &mut dyn FnMut(Reply)) -> Result<(), MalformedResponse>;
+type ParseReplies<R> = fn(&mut R, &[u8], &mut dyn FnMut(Reply)) -> Result<(), MalformedResponse>;
 
 impl<R> Connection<R> {
     fn flush(&mut self) -> io::Result<()> {
@@ -288,57 +297,57 @@ impl<R> Connection<R> {
     }
 
     /// Parses bytes, and matches the replies with the pending requests in order. Fails on a malformed response.
-    fn match_replies(
+    fn match_replies_with_requests(
         &mut self,
         bytes: &[u8],
         arrived_ns: u64,
         failed: &mut u64,
         answers: &mut Vec<Answer>,
-        read: ReadFunction<R>,
+        read: ParseReplies<R>,
     ) -> Result<(), MalformedResponse> {
-        let (pending, closes, mut in_order) = (&mut self.pending, &mut self.is_closing, true);
-        read(&mut self.reader, bytes, &mut |reply| match pending.pop_front() {
+        let (pending, is_closing, mut is_in_order) = (&mut self.pending_ids, &mut self.is_closing, true);
+        read(&mut self.reply_reader, bytes, &mut |reply| match pending.pop_front() {
             Some(id) if reply.id.is_none_or(|of| of == id) => {
                 *failed += u64::from(reply.is_failure);
-                *closes |= reply.closes_connection;
+                *is_closing |= reply.closes_connection;
                 answers.push(Answer { id, part: (0, 1), arrived_ns, worker: reply.worker });
             }
-            _ => in_order = false,
+            _ => is_in_order = false,
         })?;
-        if in_order { Ok(()) } else { Err(MalformedResponse) }
+        if is_in_order { Ok(()) } else { Err(MalformedResponse) }
     }
 }
 
-impl<P: Protocol> Transport for Connections<P> {
+impl<P: Protocol> Transport for ConnectionPool<P> {
     fn send(&mut self, demand: &RequestParameters, id: u32, deadline_ns: u64) {
         if P::ALLOWS_PIPELINING {
             let index = uniform_below(&mut self.rng, self.connections.len() as u32) as usize;
             return self.send_on(index, demand, id);
         }
         if self.free_connections.is_empty() {
-            return self.waiting.push_back(WaitingRequest { demand: *demand, id, deadline_ns });
+            return self.waiting_requests.push_back(WaitingRequest { parameters: *demand, id, deadline_ns });
         }
-        let chosen = uniform_below(&mut self.rng, self.free_connections.len() as u32) as usize;
-        let index = self.free_connections.swap_remove(chosen);
+        let free_index = uniform_below(&mut self.rng, self.free_connections.len() as u32) as usize;
+        let index = self.free_connections.swap_remove(free_index);
         self.send_on(index, demand, id);
     }
 
     fn receive(&mut self, until_ns: u64, answers: &mut Vec<Answer>) -> io::Result<()> {
-        let retry_ns = self.retries.front().map_or(u64::MAX, |(at_ns, _)| *at_ns);
-        let mut events = std::mem::take(&mut self.events);
-        events.extend(self.epoll.wait(Some(until_ns.min(retry_ns)))?);
-        for event in events.drain(..) {
+        let next_retry_ns = self.scheduled_retries.front().map_or(u64::MAX, |(at_ns, _)| *at_ns);
+        let mut ready_events = std::mem::take(&mut self.event_buffer);
+        ready_events.extend(self.epoll.wait(Some(until_ns.min(next_retry_ns)))?);
+        for event in ready_events.drain(..) {
             self.handle_event(event.token as usize, event, answers);
         }
-        self.events = events;
-        while let Some((_, index)) = self.retries.front().copied().filter(|(at_ns, _)| *at_ns <= now_ns()) {
-            self.retries.pop_front();
+        self.event_buffer = ready_events;
+        while let Some((_, index)) = self.scheduled_retries.front().copied().filter(|(at_ns, _)| *at_ns <= now_ns()) {
+            self.scheduled_retries.pop_front();
             self.reopen(index);
         }
         Ok(())
     }
 
-    fn errors(&self) -> TransportErrorCounts {
+    fn error_counts(&self) -> TransportErrorCounts {
         self.errors
     }
 }

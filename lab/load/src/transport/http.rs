@@ -4,142 +4,150 @@ use super::connections::{MalformedResponse, Protocol, Reply};
 use crate::workload::RequestParameters;
 
 /// Maximum number of header fields in a response.
-const HEADERS_MAX: usize = 64;
+const MAX_HEADER_FIELDS: usize = 64;
 /// Maximum length of the head of a response (bytes).
-const HEAD_BYTES_MAX: usize = 65_536;
+const MAX_HEAD_BYTES: usize = 65_536;
 
 /// Protocol of an HTTP client that requests the same path again and again.
 #[derive(Debug, Clone)]
-pub struct Http {
-    request: Vec<u8>,
+pub struct HttpGetClient {
+    request_bytes: Vec<u8>,
 }
 
-impl Http {
+impl HttpGetClient {
     /// Creates a client that requests `path`, which begins with a slash. `host` is the value of the Host field.
     pub fn new(path: &str, host: &str) -> Self {
         let request = format!("GET {path} HTTP/1.1\r\nHost: {host}\r\nUser-Agent: coreward\r\n\r\n");
-        Self { request: request.into_bytes() }
+        Self { request_bytes: request.into_bytes() }
     }
 }
 
-impl Protocol for Http {
-    type Reader = Reader;
+impl Protocol for HttpGetClient {
+    type Reader = HttpReplyReader;
     const ALLOWS_PIPELINING: bool = false;
 
     fn write(&self, _demand: &RequestParameters, _id: u32, output: &mut Vec<u8>) {
-        output.extend_from_slice(&self.request);
+        output.extend_from_slice(&self.request_bytes);
     }
 
-    fn read(reader: &mut Reader, bytes: &[u8], each: &mut dyn FnMut(Reply)) -> Result<(), MalformedResponse> {
-        reader.unread.extend_from_slice(bytes);
-        let mut at = 0;
-        while let Some(consumed) = reader.step(at, each)? {
-            at += consumed;
+    fn read(reader: &mut HttpReplyReader, bytes: &[u8], each: &mut dyn FnMut(Reply)) -> Result<(), MalformedResponse> {
+        reader.unread_bytes.extend_from_slice(bytes);
+        let mut parsed_bytes = 0;
+        while let Some(consumed) = reader.parse_next_part(parsed_bytes, each)? {
+            parsed_bytes += consumed;
         }
-        reader.unread.drain(..at);
+        reader.unread_bytes.drain(..parsed_bytes);
         Ok(())
     }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-enum ParseState {
+enum ExpectedPart {
     #[default]
     Head,
     /// Number of remaining bytes of a body whose length is known.
-    Body(u64),
+    BodyBytes(u64),
     ChunkSize,
     /// Number of remaining bytes of a chunk, including its line end.
-    Chunk(u64),
+    ChunkBytes(u64),
     Trailer,
 }
 
 /// State of the response parser of one connection.
 #[derive(Debug, Default)]
-pub struct Reader {
-    unread: Vec<u8>,
-    expected: ParseState,
-    reply: Reply,
+pub struct HttpReplyReader {
+    unread_bytes: Vec<u8>,
+    expected_part: ExpectedPart,
+    current_reply: Reply,
 }
 
-impl Reader {
+impl HttpReplyReader {
     /// Parses the next part of a response from offset `at`, and returns its length; `None` when it is incomplete.
-    fn step(&mut self, at: usize, each: &mut dyn FnMut(Reply)) -> Result<Option<usize>, MalformedResponse> {
-        let rest = &self.unread[at..];
-        let consumed = match self.expected {
-            ParseState::Head => {
-                let Some((length, expected, reply)) = parse_head(rest)? else { return Ok(None) };
-                (self.expected, self.reply) = (expected, reply);
-                length
+    fn parse_next_part(
+        &mut self,
+        offset: usize,
+        each: &mut dyn FnMut(Reply),
+    ) -> Result<Option<usize>, MalformedResponse> {
+        let unparsed = &self.unread_bytes[offset..];
+        let parsed_bytes = match self.expected_part {
+            ExpectedPart::Head => {
+                let Some((head_bytes, expected, reply)) = parse_head(unparsed)? else { return Ok(None) };
+                (self.expected_part, self.current_reply) = (expected, reply);
+                head_bytes
             }
-            ParseState::Body(left) | ParseState::Chunk(left) => {
-                let consumed = left.min(rest.len() as u64);
-                if consumed == 0 && left > 0 {
+            ExpectedPart::BodyBytes(left) | ExpectedPart::ChunkBytes(left) => {
+                let available_bytes = left.min(unparsed.len() as u64);
+                if available_bytes == 0 && left > 0 {
                     return Ok(None);
                 }
-                let is_body = matches!(self.expected, ParseState::Body(_));
-                self.expected = match left - consumed {
-                    0 if is_body => ParseState::Body(0),
-                    0 => ParseState::ChunkSize,
-                    left if is_body => ParseState::Body(left),
-                    left => ParseState::Chunk(left),
+                let is_body = matches!(self.expected_part, ExpectedPart::BodyBytes(_));
+                self.expected_part = match left - available_bytes {
+                    0 if is_body => ExpectedPart::BodyBytes(0),
+                    0 => ExpectedPart::ChunkSize,
+                    left if is_body => ExpectedPart::BodyBytes(left),
+                    left => ExpectedPart::ChunkBytes(left),
                 };
-                consumed as usize
+                available_bytes as usize
             }
-            ParseState::ChunkSize => match httparse::parse_chunk_size(rest).map_err(|_| MalformedResponse)? {
+            ExpectedPart::ChunkSize => match httparse::parse_chunk_size(unparsed).map_err(|_| MalformedResponse)? {
                 httparse::Status::Partial => return Ok(None),
                 httparse::Status::Complete((length, size)) => {
-                    self.expected = if size == 0 {
-                        ParseState::Trailer
+                    self.expected_part = if size == 0 {
+                        ExpectedPart::Trailer
                     } else {
-                        ParseState::Chunk(size.checked_add(2).ok_or(MalformedResponse)?)
+                        ExpectedPart::ChunkBytes(size.checked_add(2).ok_or(MalformedResponse)?)
                     };
                     length
                 }
             },
-            ParseState::Trailer => {
-                let Some(end) = rest.windows(2).position(|pair| pair == b"\r\n") else { return Ok(None) };
-                if end == 0 {
-                    self.expected = ParseState::Body(0);
+            ExpectedPart::Trailer => {
+                let Some(line_end) = unparsed.windows(2).position(|pair| pair == b"\r\n") else { return Ok(None) };
+                if line_end == 0 {
+                    self.expected_part = ExpectedPart::BodyBytes(0);
                 }
-                end + 2
+                line_end + 2
             }
         };
-        if self.expected == ParseState::Body(0) {
-            self.expected = ParseState::Head;
-            each(self.reply);
+        if self.expected_part == ExpectedPart::BodyBytes(0) {
+            self.expected_part = ExpectedPart::Head;
+            each(self.current_reply);
         }
-        Ok(Some(consumed))
+        Ok(Some(parsed_bytes))
     }
 }
 
 /// Parses the head of a response; `None` when incomplete. Returns its length, the part that follows, and the reply.
-fn parse_head(bytes: &[u8]) -> Result<Option<(usize, ParseState, Reply)>, MalformedResponse> {
-    let mut headers = [httparse::EMPTY_HEADER; HEADERS_MAX];
+fn parse_head(bytes: &[u8]) -> Result<Option<(usize, ExpectedPart, Reply)>, MalformedResponse> {
+    let mut headers = [httparse::EMPTY_HEADER; MAX_HEADER_FIELDS];
     let mut response = httparse::Response::new(&mut headers);
-    let httparse::Status::Complete(length) = response.parse(bytes).map_err(|_| MalformedResponse)? else {
-        return if bytes.len() > HEAD_BYTES_MAX { Err(MalformedResponse) } else { Ok(None) };
+    let httparse::Status::Complete(head_bytes) = response.parse(bytes).map_err(|_| MalformedResponse)? else {
+        return if bytes.len() > MAX_HEAD_BYTES { Err(MalformedResponse) } else { Ok(None) };
     };
-    let field = |name: &str| {
-        let header = response.headers.iter().find(|header| header.name.eq_ignore_ascii_case(name));
-        header.and_then(|header| std::str::from_utf8(header.value).ok())
+    let field_value = |name: &str| {
+        let matching_header = response.headers.iter().find(|header| header.name.eq_ignore_ascii_case(name));
+        matching_header.and_then(|header| std::str::from_utf8(header.value).ok())
     };
-    let has = |name: &str, word: &str| {
-        field(name).is_some_and(|value| value.split(',').any(|part| part.trim().eq_ignore_ascii_case(word)))
+    let field_contains = |name: &str, word: &str| {
+        field_value(name).is_some_and(|value| value.split(',').any(|part| part.trim().eq_ignore_ascii_case(word)))
     };
-    let code = response.code.ok_or(MalformedResponse)?;
-    let expected = if code == 204 || code == 304 {
-        ParseState::Body(0)
-    } else if has("transfer-encoding", "chunked") {
-        ParseState::ChunkSize
+    let status_code = response.code.ok_or(MalformedResponse)?;
+    let expected_part = if status_code == 204 || status_code == 304 {
+        ExpectedPart::BodyBytes(0)
+    } else if field_contains("transfer-encoding", "chunked") {
+        ExpectedPart::ChunkSize
     } else {
         // A body without a length ends with the connection, which could then not be reused.
-        ParseState::Body(
-            field("content-length").and_then(|length| length.trim().parse().ok()).ok_or(MalformedResponse)?,
+        ExpectedPart::BodyBytes(
+            field_value("content-length").and_then(|length| length.trim().parse().ok()).ok_or(MalformedResponse)?,
         )
     };
-    let persists = response.version == Some(1) || has("connection", "keep-alive");
-    let closes_connection = !persists || has("connection", "close");
-    Ok(Some((length, expected, Reply { is_failure: code >= 400, closes_connection, ..Reply::default() })))
+    let is_persistent = response.version == Some(1) || field_contains("connection", "keep-alive");
+    let closes_connection = !is_persistent || field_contains("connection", "close");
+    Ok(Some((
+        head_bytes,
+        expected_part,
+        Reply { is_failure: status_code >= 400, closes_connection, ..Reply::default() },
+    )))
 }
 
 #[cfg(test)]
@@ -147,40 +155,53 @@ mod tests {
     use super::*;
 
     /// Returns the replies that these bytes contain, and checks that they do not depend on how the bytes are segmented.
-    fn replies(bytes: &[u8]) -> Result<Vec<Reply>, MalformedResponse> {
-        let read = |piece: usize| {
-            let (mut reader, mut replies) = (Reader::default(), Vec::new());
+    fn parse_in_all_segmentations(bytes: &[u8]) -> Result<Vec<Reply>, MalformedResponse> {
+        let parse_in_pieces = |piece: usize| {
+            let (mut reader, mut replies) = (HttpReplyReader::default(), Vec::new());
             for bytes in bytes.chunks(piece) {
-                Http::read(&mut reader, bytes, &mut |reply| replies.push(reply))?;
+                HttpGetClient::read(&mut reader, bytes, &mut |reply| replies.push(reply))?;
             }
             Ok(replies)
         };
-        let whole = read(bytes.len());
-        (1..bytes.len()).for_each(|piece| assert_eq!(read(piece), whole, "in pieces of {piece} bytes"));
-        whole
+        let whole_result = parse_in_pieces(bytes.len());
+        (1..bytes.len())
+            .for_each(|piece| assert_eq!(parse_in_pieces(piece), whole_result, "in pieces of {piece} bytes"));
+        whole_result
     }
 
-    const DONE: Reply = Reply { id: None, worker: None, is_failure: false, closes_connection: false };
+    const SUCCESSFUL_REPLY: Reply = Reply { id: None, worker: None, is_failure: false, closes_connection: false };
 
     #[test]
-    fn responses_are_matched_by_id() {
+    fn http_responses_with_length_chunks_or_closing_are_parsed() {
         let with_length =
             b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nHTTP/HTTP/1.1 404 Not Found\r\ncontent-length:0\r\n\r\n";
-        assert_eq!(replies(with_length), Ok(vec![DONE, Reply { is_failure: true, ..DONE }]));
+        assert_eq!(
+            parse_in_all_segmentations(with_length),
+            Ok(vec![SUCCESSFUL_REPLY, Reply { is_failure: true, ..SUCCESSFUL_REPLY }])
+        );
         let chunked = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: \
                         chunked\r\n\r\n3\r\nabc\r\nA;x=y\r\n0123456789\r\n0\r\nX: y\r\n\r\n";
-        assert_eq!(replies(chunked), Ok(vec![DONE]));
+        assert_eq!(parse_in_all_segmentations(chunked), Ok(vec![SUCCESSFUL_REPLY]));
         let closing = b"HTTP/1.1 304 Not Modified\r\nConnection: Close\r\n\r\n";
-        assert_eq!(replies(closing), Ok(vec![Reply { closes_connection: true, ..DONE }]));
-        let old = b"HTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\nx";
-        assert_eq!(replies(old), Ok(vec![Reply { closes_connection: true, ..DONE }]));
-        assert_eq!(replies(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nHTTP"), Ok(vec![]));
+        assert_eq!(
+            parse_in_all_segmentations(closing),
+            Ok(vec![Reply { closes_connection: true, ..SUCCESSFUL_REPLY }])
+        );
+        let http_1_0 = b"HTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\nx";
+        assert_eq!(
+            parse_in_all_segmentations(http_1_0),
+            Ok(vec![Reply { closes_connection: true, ..SUCCESSFUL_REPLY }])
+        );
+        assert_eq!(parse_in_all_segmentations(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nHTTP"), Ok(vec![]));
     }
 
     #[test]
-    fn invalid_response_is_rejected() {
-        assert_eq!(replies(b"220 mail.example\r\n\r\n"), Err(MalformedResponse));
-        assert_eq!(replies(b"HTTP/1.1 200 OK\r\n\r\nuntil the end"), Err(MalformedResponse));
-        assert_eq!(replies(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n"), Err(MalformedResponse));
+    fn invalid_http_response_is_rejected() {
+        assert_eq!(parse_in_all_segmentations(b"220 mail.example\r\n\r\n"), Err(MalformedResponse));
+        assert_eq!(parse_in_all_segmentations(b"HTTP/1.1 200 OK\r\n\r\nuntil the end"), Err(MalformedResponse));
+        assert_eq!(
+            parse_in_all_segmentations(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n"),
+            Err(MalformedResponse)
+        );
     }
 }

@@ -8,16 +8,16 @@ mod udp;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-pub use connections::{Connections, MalformedResponse, Protocol, Reply};
-pub use http::Http;
-pub use tcp::Paced;
-pub use udp::{DatagramProtocol, Keys, Udp};
+pub use connections::{ConnectionPool, MalformedResponse, Protocol, Reply};
+pub use http::HttpGetClient;
+pub use tcp::PacedProtocol;
+pub use udp::{DatagramProtocol, KeyValueSettings, UdpTransport};
 
 use crate::workload::RequestParameters;
 
 /// Source addresses and ports of a load generator's flows.
 #[derive(Debug, Clone)]
-pub struct Sources {
+pub struct FlowSources {
     /// Source addresses, of the target's family, which the flows use in turn. If empty, the kernel chooses.
     pub addresses: Vec<IpAddr>,
     /// Number of flows, each of which has its own source port.
@@ -26,11 +26,16 @@ pub struct Sources {
     pub first_port: Option<u16>,
 }
 
-impl Sources {
+impl FlowSources {
     /// Returns the source of flow `index` to `target`. Port 0 and the unspecified address let the kernel choose.
     pub fn source_address(&self, index: u16, target: SocketAddr) -> SocketAddr {
-        let any = if target.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
-        let address = self.addresses.get(usize::from(index) % self.addresses.len().max(1)).copied().unwrap_or(any);
+        let unspecified_address =
+            if target.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
+        let address = self
+            .addresses
+            .get(usize::from(index) % self.addresses.len().max(1))
+            .copied()
+            .unwrap_or(unspecified_address);
         SocketAddr::new(address, self.first_port.map_or(0, |first| first + index))
     }
 }
@@ -79,7 +84,7 @@ pub trait Transport {
     /// the wait fails, or the transport fails permanently.
     fn receive(&mut self, until_ns: u64, answers: &mut Vec<Answer>) -> io::Result<()>;
 
-    fn errors(&self) -> TransportErrorCounts;
+    fn error_counts(&self) -> TransportErrorCounts;
 }
 
 #[cfg(test)]
@@ -88,37 +93,40 @@ mod tests {
 
     use super::*;
     use crate::event_loop::now_ns;
-    use crate::key_value::{self, ResponseWriter, Status};
+    use crate::key_value::{self, ResponseStatus, ResponseWriter};
     use crate::request_type::RequestType;
 
-    const SOURCES: Sources = Sources { addresses: Vec::new(), flow_count: 2, first_port: None };
-    const LIMIT_NS: u64 = 30_000_000_000;
+    const TWO_FLOW_SOURCES: FlowSources = FlowSources { addresses: Vec::new(), flow_count: 2, first_port: None };
+    const RECEIVE_TIMEOUT_NS: u64 = 30_000_000_000;
 
     #[test]
-    fn ipv6_target_is_loaded_by_udp() {
+    fn udp_transport_exchanges_requests_with_an_ipv6_target() {
         let server = UdpSocket::bind("[::1]:0").unwrap();
-        let keys = DatagramProtocol::KeyValue(Keys { count: 1, value_bytes: 0 });
-        let mut transport = Udp::open(server.local_addr().unwrap(), &SOURCES, keys, 1).unwrap();
-        let demand = RequestParameters { class: 0, request_type: RequestType::GET, service_ns: 0 };
-        transport.send(&demand, 7, now_ns() + LIMIT_NS);
+        let key_value_protocol = DatagramProtocol::KeyValue(KeyValueSettings { count: 1, value_bytes: 0 });
+        let mut transport =
+            UdpTransport::open(server.local_addr().unwrap(), &TWO_FLOW_SOURCES, key_value_protocol, 1).unwrap();
+        let parameters = RequestParameters { class_index: 0, request_type: RequestType::GET, service_ns: 0 };
+        transport.send(&parameters, 7, now_ns() + RECEIVE_TIMEOUT_NS);
         let mut datagram = [0; 100];
         let (length, client) = server.recv_from(&mut datagram).unwrap();
         let mut response = ResponseWriter::default();
-        response.begin(&key_value::Request::parse(&datagram[..length]).unwrap(), Status::Done, 3);
-        response.finish().for_each(|datagram| assert_eq!(server.send_to(datagram, client).unwrap(), datagram.len()));
+        response.begin(&key_value::Request::parse(&datagram[..length]).unwrap(), ResponseStatus::Done, 3);
+        response
+            .finish_response()
+            .for_each(|datagram| assert_eq!(server.send_to(datagram, client).unwrap(), datagram.len()));
         let mut answers = Vec::new();
         while answers.is_empty() {
-            transport.receive(now_ns() + LIMIT_NS, &mut answers).unwrap();
+            transport.receive(now_ns() + RECEIVE_TIMEOUT_NS, &mut answers).unwrap();
         }
         assert_eq!((answers[0].id, answers[0].worker), (7, Some(Worker { server: 0, worker: 3 })));
     }
 
     #[test]
-    fn ipv6_target_is_loaded_by_tcp() {
+    fn tcp_transport_connects_to_an_ipv6_target() {
         let server = TcpListener::bind("[::1]:0").unwrap();
-        let sources = Sources { addresses: vec![Ipv6Addr::LOCALHOST.into()], ..SOURCES };
-        let connections = Connections::open(Paced, server.local_addr().unwrap(), sources, 1).unwrap();
+        let sources = FlowSources { addresses: vec![Ipv6Addr::LOCALHOST.into()], ..TWO_FLOW_SOURCES };
+        let connections = ConnectionPool::open(PacedProtocol, server.local_addr().unwrap(), sources, 1).unwrap();
         assert!(server.accept().unwrap().1.is_ipv6());
-        assert_eq!(connections.errors(), TransportErrorCounts::default());
+        assert_eq!(connections.error_counts(), TransportErrorCounts::default());
     }
 }

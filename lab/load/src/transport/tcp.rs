@@ -4,25 +4,25 @@ use zerocopy::IntoBytes as _;
 
 use super::Worker;
 use super::connections::{MalformedResponse, Protocol, Reply};
-use crate::paced::{MessageBuffer, Request, Response};
+use crate::paced::{MessageBuffer, PacedRequest, PacedResponse};
 use crate::workload::RequestParameters;
 
 /// Protocol of [`crate::paced`] over TCP, in which each request contains its service time.
 #[derive(Debug, Clone, Copy)]
-pub struct Paced;
+pub struct PacedProtocol;
 
-impl Protocol for Paced {
+impl Protocol for PacedProtocol {
     type Reader = MessageBuffer;
     const ALLOWS_PIPELINING: bool = true;
 
     fn write(&self, demand: &RequestParameters, id: u32, output: &mut Vec<u8>) {
-        let request = Request { service_us: demand.service_ns.div_ceil(1_000).into(), id: id.into() };
+        let request = PacedRequest { service_us: demand.service_ns.div_ceil(1_000).into(), id: id.into() };
         output.extend_from_slice(request.as_bytes());
     }
 
     fn read(reader: &mut MessageBuffer, bytes: &[u8], each: &mut dyn FnMut(Reply)) -> Result<(), MalformedResponse> {
-        reader.for_each_message(bytes, |response: Response| {
-            let worker = Some(Worker { server: response.server, worker: response.core.into() });
+        reader.for_each_message(bytes, |response: PacedResponse| {
+            let worker = Some(Worker { server: response.server, worker: response.core_number.into() });
             each(Reply { id: Some(response.id.get()), worker, ..Reply::default() });
         });
         Ok(())

@@ -9,11 +9,11 @@ use coreward_model::rss::{seeded_rng, uniform_below};
 use rand_xoshiro::Xoshiro256PlusPlus;
 use zerocopy::FromBytes as _;
 
-use super::{Answer, Sources, Transport, TransportErrorCounts, Worker};
+use super::{Answer, FlowSources, Transport, TransportErrorCounts, Worker};
 use crate::dns::{self, DnsQuery};
 use crate::event_loop::Epoll;
-use crate::key_value::{Request, ResponseHeader, Status, key_name};
-use crate::receive::Receiver;
+use crate::key_value::{Request, ResponseHeader, ResponseStatus, key_name};
+use crate::receive::TimestampedReceiver;
 use crate::request_type::RequestType;
 use crate::workload::RequestParameters;
 
@@ -24,7 +24,7 @@ const RNG_STREAM_FLOWS: u64 = 0x6c6f_6102;
 
 /// Settings of the keys and values in key-value requests.
 #[derive(Debug, Clone, Copy)]
-pub struct Keys {
+pub struct KeyValueSettings {
     /// Number of different keys.
     pub count: u32,
     /// Length of the values that PUT requests write (bytes).
@@ -33,30 +33,35 @@ pub struct Keys {
 
 #[derive(Debug)]
 pub enum DatagramProtocol {
-    KeyValue(Keys),
+    KeyValue(KeyValueSettings),
     /// DNS queries, one for each class of the workload.
     Dns(Vec<DnsQuery>),
 }
 
 #[derive(Debug)]
-pub struct Udp {
+pub struct UdpTransport {
     sockets: Vec<UdpSocket>,
     epoll: Epoll,
-    datagrams: DatagramProtocol,
+    protocol: DatagramProtocol,
     /// Id of the latest request that was sent.
-    last_id: u32,
-    value: Vec<u8>,
+    last_request_id: u32,
+    put_value: Vec<u8>,
     key_rng: Xoshiro256PlusPlus,
     flow_rng: Xoshiro256PlusPlus,
-    receiver: Receiver,
-    datagram: Vec<u8>,
-    buffer: Vec<u8>,
+    receiver: TimestampedReceiver,
+    send_buffer: Vec<u8>,
+    receive_buffer: Vec<u8>,
     errors: TransportErrorCounts,
 }
 
-impl Udp {
+impl UdpTransport {
     /// Opens one socket per flow and connects it to `target`. Fails when a source cannot be bound.
-    pub fn open(target: SocketAddr, sources: &Sources, datagrams: DatagramProtocol, seed: u64) -> anyhow::Result<Self> {
+    pub fn open(
+        target: SocketAddr,
+        sources: &FlowSources,
+        datagrams: DatagramProtocol,
+        seed: u64,
+    ) -> anyhow::Result<Self> {
         let epoll = Epoll::new()?;
         let mut sockets = Vec::new();
         for index in 0..sources.flow_count {
@@ -66,7 +71,7 @@ impl Udp {
             socket.set_nonblocking(true)?;
             // The kernel limits the buffer to net.core.rmem_max.
             socket2::SockRef::from(&socket).set_recv_buffer_size(RECEIVE_BUFFER_BYTES)?;
-            Receiver::enable_timestamps(&socket)?;
+            TimestampedReceiver::enable_timestamps(&socket)?;
             epoll.add(socket.as_fd(), index.into(), libc::EPOLLIN)?;
             sockets.push(socket);
         }
@@ -74,98 +79,106 @@ impl Udp {
         Ok(Self {
             sockets,
             epoll,
-            datagrams,
-            last_id: 0,
-            value: vec![b'v'; value_bytes.into()],
+            protocol: datagrams,
+            last_request_id: 0,
+            put_value: vec![b'v'; value_bytes.into()],
             key_rng: seeded_rng(seed, RNG_STREAM_KEYS),
             flow_rng: seeded_rng(seed, RNG_STREAM_FLOWS),
-            receiver: Receiver::default(),
-            datagram: Vec::new(),
-            buffer: vec![0; 65_536],
+            receiver: TimestampedReceiver::default(),
+            send_buffer: Vec::new(),
+            receive_buffer: vec![0; 65_536],
             errors: TransportErrorCounts::default(),
         })
     }
 
-    fn write(&mut self, demand: &RequestParameters, id: u32) {
-        self.last_id = id;
-        let keys = match &self.datagrams {
+    fn write_request(&mut self, demand: &RequestParameters, id: u32) {
+        self.last_request_id = id;
+        let settings = match &self.protocol {
             DatagramProtocol::KeyValue(keys) => *keys,
             DatagramProtocol::Dns(queries) => {
-                return queries[usize::from(demand.class)].write(id as u16, &mut self.datagram);
+                return queries[usize::from(demand.class_index)].write(id as u16, &mut self.send_buffer);
             }
         };
-        let key = match demand.request_type.work_class() {
-            None => key_name(uniform_below(&mut self.key_rng, keys.count)),
+        let key_text = match demand.request_type.work_class() {
+            None => key_name(uniform_below(&mut self.key_rng, settings.count)),
             Some(_) => String::new(),
         };
-        let value: &[u8] = if demand.request_type == RequestType::PUT { &self.value } else { &[] };
+        let value: &[u8] = if demand.request_type == RequestType::PUT { &self.put_value } else { &[] };
         let request = Request {
             request_type: demand.request_type,
             id,
             service_ns: demand.service_ns,
-            key: key.as_bytes(),
+            key: key_text.as_bytes(),
             value,
         };
-        request.write(&mut self.datagram);
+        request.write(&mut self.send_buffer);
     }
 
     /// Parses the datagram in the receive buffer as a response; `None` for other datagrams.
-    fn read(&mut self, length: usize, arrived_ns: u64) -> Option<Answer> {
-        let datagram = &self.buffer[..length];
-        match &self.datagrams {
+    fn parse_answer(&mut self, length: usize, arrived_ns: u64) -> Option<Answer> {
+        let datagram = &self.receive_buffer[..length];
+        match &self.protocol {
             DatagramProtocol::KeyValue(_) => {
-                let (header, _) = ResponseHeader::read_from_prefix(datagram).ok()?;
-                self.errors.failed += u64::from(header.status == Status::Full as u8);
-                let worker = Some(Worker { server: 0, worker: header.worker.get() });
-                Some(Answer { id: header.id.get(), part: (header.part, header.parts), arrived_ns, worker })
+                let (response_header, _) = ResponseHeader::read_from_prefix(datagram).ok()?;
+                self.errors.failed += u64::from(response_header.status == ResponseStatus::StoreFull as u8);
+                let worker = Some(Worker { server: 0, worker: response_header.worker_index.get() });
+                Some(Answer {
+                    id: response_header.id.get(),
+                    part: (response_header.part, response_header.part_count),
+                    arrived_ns,
+                    worker,
+                })
             }
             DatagramProtocol::Dns(_) => {
-                let (id, good) = dns::parse_response(datagram)?;
-                self.errors.failed += u64::from(!good);
+                let (low_id_bits, is_success) = dns::parse_response(datagram)?;
+                self.errors.failed += u64::from(!is_success);
                 // The newest request whose id has the same low 16 bits.
-                let id = self.last_id.wrapping_sub(u32::from((self.last_id as u16).wrapping_sub(id)));
-                Some(Answer { id, part: (0, 1), arrived_ns, worker: None })
+                let request_id = self
+                    .last_request_id
+                    .wrapping_sub(u32::from((self.last_request_id as u16).wrapping_sub(low_id_bits)));
+                Some(Answer { id: request_id, part: (0, 1), arrived_ns, worker: None })
             }
         }
     }
 
     /// Counts an error of sending a request, and returns whether a retry may succeed.
     fn count_send_error(&mut self, error: &io::Error) -> bool {
-        let refused = error.kind() == io::ErrorKind::ConnectionRefused;
-        if refused {
+        let is_refused = error.kind() == io::ErrorKind::ConnectionRefused;
+        if is_refused {
             self.errors.refused += 1;
         } else {
             self.errors.not_sent += 1;
         }
-        refused
+        is_refused
     }
 }
 
-impl Transport for Udp {
+impl Transport for UdpTransport {
     fn send(&mut self, demand: &RequestParameters, id: u32, _deadline_ns: u64) {
-        self.write(demand, id);
-        let socket = uniform_below(&mut self.flow_rng, self.sockets.len() as u32) as usize;
+        self.write_request(demand, id);
+        let socket_index = uniform_below(&mut self.flow_rng, self.sockets.len() as u32) as usize;
         // send() returns the ICMP error of an earlier datagram (udp(7)).
-        if let Err(error) = self.sockets[socket].send(&self.datagram)
+        if let Err(error) = self.sockets[socket_index].send(&self.send_buffer)
             && self.count_send_error(&error)
-            && let Err(error) = self.sockets[socket].send(&self.datagram)
+            && let Err(error) = self.sockets[socket_index].send(&self.send_buffer)
         {
             self.count_send_error(&error);
         }
     }
 
     fn receive(&mut self, until_ns: u64, answers: &mut Vec<Answer>) -> io::Result<()> {
-        let ready: Vec<_> = self.epoll.wait(Some(until_ns))?.collect();
-        for event in ready {
+        let ready_events: Vec<_> = self.epoll.wait(Some(until_ns))?.collect();
+        for event in ready_events {
             // One datagram per event: epoll reports a socket with further datagrams again.
-            let received = match self.receiver.receive(&self.sockets[event.token as usize], &mut self.buffer) {
-                Ok(received) => received,
-                Err(error) => {
-                    self.errors.refused += u64::from(error.kind() == io::ErrorKind::ConnectionRefused);
-                    continue;
-                }
-            };
-            match self.read(received.length, received.arrived_ns) {
+            let received_bytes =
+                match self.receiver.receive(&self.sockets[event.token as usize], &mut self.receive_buffer) {
+                    Ok(received) => received,
+                    Err(error) => {
+                        self.errors.refused += u64::from(error.kind() == io::ErrorKind::ConnectionRefused);
+                        continue;
+                    }
+                };
+            match self.parse_answer(received_bytes.length, received_bytes.arrived_ns) {
                 Some(answer) => answers.push(answer),
                 None => self.errors.malformed += 1,
             }
@@ -173,7 +186,7 @@ impl Transport for Udp {
         Ok(())
     }
 
-    fn errors(&self) -> TransportErrorCounts {
+    fn error_counts(&self) -> TransportErrorCounts {
         self.errors
     }
 }

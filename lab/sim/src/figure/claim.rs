@@ -107,13 +107,13 @@ pub struct Verdict {
 
 /// Which number of a cell is checked: the median over the seeds, or the value of one seed.
 #[derive(Clone, Copy)]
-enum CellValue {
+enum CellValueSelector {
     Median,
     Seed(usize),
 }
 
-impl CellValue {
-    fn value(self, cell: &Cell) -> Option<f64> {
+impl CellValueSelector {
+    fn value_of_cell(self, cell: &Cell) -> Option<f64> {
         match self {
             Self::Median => Some(cell.spread.median),
             Self::Seed(seed) => cell.seeds.get(seed).copied(),
@@ -123,29 +123,32 @@ impl CellValue {
 
 impl Assertion {
     pub fn judge(&self, table: &FigureTable) -> Verdict {
-        let values = self.values(table, CellValue::Median).filter(|values| !values.is_empty());
-        let of_seeds = (0..table.seeds as usize).filter_map(|seed| self.values(table, CellValue::Seed(seed))).flatten();
+        let median_values = self.checked_values(table, CellValueSelector::Median).filter(|values| !values.is_empty());
+        let seed_values = (0..table.seeds as usize)
+            .filter_map(|seed| self.checked_values(table, CellValueSelector::Seed(seed)))
+            .flatten();
         let (low, high) = self.bounds();
-        let holds = values.as_ref().is_some_and(|values| values.iter().all(|value| (low..=high).contains(value)));
+        let holds =
+            median_values.as_ref().is_some_and(|values| values.iter().all(|value| (low..=high).contains(value)));
         Verdict {
             statement: self.statement.get_ref().clone(),
             holds,
-            measured: values.as_deref().and_then(min_and_max),
-            seeds: min_and_max(&of_seeds.collect::<Vec<_>>()),
-            points: values.map_or(0, |values| values.len()),
-            bound: self.bound(),
+            measured: median_values.as_deref().and_then(min_and_max),
+            seeds: min_and_max(&seed_values.collect::<Vec<_>>()),
+            points: median_values.map_or(0, |values| values.len()),
+            bound: self.describe_bounds(),
             published: self.published,
         }
     }
 
     /// Returns the least and greatest allowed value. For an order, quotients of neighbouring series must be at least 1.
     fn bounds(&self) -> (f64, f64) {
-        let at_least = if self.ascending.is_some() { 1.0 } else { f64::NEG_INFINITY };
-        (self.at_least.unwrap_or(at_least), self.at_most.unwrap_or(f64::INFINITY))
+        let default_minimum = if self.ascending.is_some() { 1.0 } else { f64::NEG_INFINITY };
+        (self.at_least.unwrap_or(default_minimum), self.at_most.unwrap_or(f64::INFINITY))
     }
 
-    fn bound(&self) -> String {
-        let bound = match (self.at_least, self.at_most) {
+    fn describe_bounds(&self) -> String {
+        let bound_text = match (self.at_least, self.at_most) {
             (Some(low), Some(high)) => format!("{low} to {high}"),
             (Some(low), None) => format!("at least {low}"),
             (None, Some(high)) => format!("at most {high}"),
@@ -153,27 +156,27 @@ impl Assertion {
         };
         match &self.ascending {
             Some(order) => {
-                let series: Vec<&str> = order.series.iter().map(|label| label.get_ref().as_str()).collect();
-                format!("each over the one before, {}: {bound}", series.join(" <= "))
+                let labels: Vec<&str> = order.series.iter().map(|label| label.get_ref().as_str()).collect();
+                format!("each over the one before, {}: {bound_text}", labels.join(" <= "))
             }
-            None => bound,
+            None => bound_text,
         }
     }
 
-    fn values(&self, table: &FigureTable, of: CellValue) -> Option<Vec<f64>> {
+    fn checked_values(&self, table: &FigureTable, selector: CellValueSelector) -> Option<Vec<f64>> {
         if let Some(quantity) = &self.value {
-            quantity.values(table, of)
+            quantity.values(table, selector)
         } else if let Some(ratio) = &self.ratio {
-            ratio.values(table, of)
+            ratio.quotients(table, selector)
         } else {
-            self.ascending.as_ref()?.quotients(table, of)
+            self.ascending.as_ref()?.neighbour_quotients(table, selector)
         }
     }
 }
 
 impl Ratio {
-    fn values(&self, table: &FigureTable, of: CellValue) -> Option<Vec<f64>> {
-        let (dividends, divisors) = (self.of.values(table, of)?, self.to.values(table, of)?);
+    fn quotients(&self, table: &FigureTable, selector: CellValueSelector) -> Option<Vec<f64>> {
+        let (dividends, divisors) = (self.of.values(table, selector)?, self.to.values(table, selector)?);
         let quotients: Vec<f64> = match divisors[..] {
             [divisor] => dividends.iter().map(|dividend| dividend / divisor).collect(),
             _ if divisors.len() == dividends.len() => {
@@ -183,29 +186,30 @@ impl Ratio {
         };
         let quotients = match &self.than {
             None => quotients,
-            Some(than) => match than.values(table, of)?[..] {
+            Some(than) => match than.quotients(table, selector)?[..] {
                 [than] => quotients.into_iter().map(|quotient| quotient / than).collect(),
                 _ => return None,
             },
         };
-        Some(reduce(quotients, self.take))
+        Some(reduce_values(quotients, self.take))
     }
 
     /// Returns all quantities that the ratio uses, including those of the nested ratio.
     pub fn quantities(&self) -> Vec<&Quantity> {
-        let nested = self.than.as_deref().map(Ratio::quantities).unwrap_or_default();
-        [&self.of, &self.to].into_iter().chain(nested).collect()
+        let nested_quantities = self.than.as_deref().map(Ratio::quantities).unwrap_or_default();
+        [&self.of, &self.to].into_iter().chain(nested_quantities).collect()
     }
 }
 
 impl Ascending {
     /// Returns the values of each series divided by those of the series before it, at every point.
-    fn quotients(&self, table: &FigureTable, of: CellValue) -> Option<Vec<f64>> {
-        let curves: Option<Vec<Vec<f64>>> =
-            self.series.iter().map(|label| self.series_quantity(label).values(table, of)).collect();
-        let curves = curves?;
-        let steps = curves.windows(2).flat_map(|pair| pair[1].iter().zip(&pair[0]).map(|(above, below)| above / below));
-        Some(steps.collect())
+    fn neighbour_quotients(&self, table: &FigureTable, selector: CellValueSelector) -> Option<Vec<f64>> {
+        let curve_values: Option<Vec<Vec<f64>>> =
+            self.series.iter().map(|label| self.series_quantity(label).values(table, selector)).collect();
+        let curve_values = curve_values?;
+        let quotients =
+            curve_values.windows(2).flat_map(|pair| pair[1].iter().zip(&pair[0]).map(|(above, below)| above / below));
+        Some(quotients.collect())
     }
 
     fn series_quantity(&self, label: &Spanned<String>) -> Quantity {
@@ -225,71 +229,72 @@ impl Ascending {
 
 impl Quantity {
     /// Returns the labels of all series that the quantity names.
-    pub fn named_series(&self) -> impl Iterator<Item = &Spanned<String>> {
+    pub fn series_labels(&self) -> impl Iterator<Item = &Spanned<String>> {
         self.series.iter().chain(&self.least_of).chain(&self.greatest_of)
     }
 
-    fn values(&self, table: &FigureTable, of: CellValue) -> Option<Vec<f64>> {
-        let panels = table.panels.iter().filter(|panel| self.uses(panel));
+    fn values(&self, table: &FigureTable, selector: CellValueSelector) -> Option<Vec<f64>> {
+        let used_panels = table.panels.iter().filter(|panel| self.uses_panel(panel));
         let mut values = Vec::new();
-        for panel in panels {
-            values.extend(self.panel_values(panel, of)?);
+        for panel in used_panels {
+            values.extend(self.panel_values(panel, selector)?);
         }
-        Some(reduce(values, self.take))
+        Some(reduce_values(values, self.take))
     }
 
-    fn uses(&self, panel: &PanelTable) -> bool {
+    fn uses_panel(&self, panel: &PanelTable) -> bool {
         self.panel.as_ref().is_none_or(|title| *title.get_ref() == panel.title)
     }
 
-    fn panel_values(&self, panel: &PanelTable, of: CellValue) -> Option<Vec<f64>> {
-        let curves: Vec<Vec<f64>> = self
-            .named_series()
+    fn panel_values(&self, panel: &PanelTable, selector: CellValueSelector) -> Option<Vec<f64>> {
+        let curve_values: Vec<Vec<f64>> = self
+            .series_labels()
             .filter_map(|label| panel.curves.iter().find(|curve| curve.label == *label.get_ref()))
-            .map(|curve| self.curve_values(curve, of))
+            .map(|curve| self.curve_values(curve, selector))
             .collect::<Option<_>>()?;
-        let best = if self.greatest_of.is_empty() { f64::min } else { f64::max };
-        curves
+        let better_of = if self.greatest_of.is_empty() { f64::min } else { f64::max };
+        curve_values
             .into_iter()
-            .reduce(|best_yet, curve| best_yet.into_iter().zip(curve).map(|(a, b)| best(a, b)).collect())
+            .reduce(|best_yet, curve| best_yet.into_iter().zip(curve).map(|(a, b)| better_of(a, b)).collect())
             .or(Some(Vec::new()))
     }
 
-    fn curve_values(&self, curve: &Curve, of: CellValue) -> Option<Vec<f64>> {
+    fn curve_values(&self, curve: &Curve, selector: CellValueSelector) -> Option<Vec<f64>> {
         if let Some(height) = self.reaches {
             let points: Option<Vec<(f64, f64)>> =
-                curve.cells.iter().map(|cell| Some((cell.x, of.value(cell)?))).collect();
-            return crossing(&points?, height).map(|x| vec![x]);
+                curve.cells.iter().map(|cell| Some((cell.x, selector.value_of_cell(cell)?))).collect();
+            return first_crossing_x(&points?, height).map(|x| vec![x]);
         }
-        let used = curve.cells.iter().filter(|cell| self.uses_point(cell.x));
-        used.map(|cell| of.value(cell)).collect()
+        let used_cells = curve.cells.iter().filter(|cell| self.uses_point(cell.x));
+        used_cells.map(|cell| selector.value_of_cell(cell)).collect()
     }
 
     fn uses_point(&self, x: f64) -> bool {
-        let at = self.at.as_ref().is_none_or(|at| is_same_point(*at.get_ref(), x));
-        at && self.from.is_none_or(|from| x >= from || is_same_point(x, from))
+        let is_at_point = self.at.as_ref().is_none_or(|at| is_same_point(*at.get_ref(), x));
+        is_at_point
+            && self.from.is_none_or(|from| x >= from || is_same_point(x, from))
             && self.to.is_none_or(|to| x <= to || is_same_point(x, to))
     }
 }
 
-fn reduce(values: Vec<f64>, take: Option<Reduction>) -> Vec<f64> {
-    let value = match take {
+fn reduce_values(values: Vec<f64>, reduction: Option<Reduction>) -> Vec<f64> {
+    let reduced_value = match reduction {
         None => return values,
         Some(Reduction::Least) => values.into_iter().reduce(f64::min),
         Some(Reduction::Greatest) => values.into_iter().reduce(f64::max),
         Some(Reduction::Mean) => coreward_model::statistics::mean(&values),
     };
-    value.into_iter().collect()
+    reduced_value.into_iter().collect()
 }
 
 /// Returns the minimum and maximum of `values`; `None` if empty, or if JSON cannot represent one (quotient by zero).
 fn min_and_max(values: &[f64]) -> Option<(f64, f64)> {
-    let least = values.iter().copied().reduce(f64::min)?;
-    values.iter().all(|value| value.is_finite()).then_some((least, values.iter().copied().reduce(f64::max)?))
+    let minimum = values.iter().copied().reduce(f64::min)?;
+    values.iter().all(|value| value.is_finite()).then_some((minimum, values.iter().copied().reduce(f64::max)?))
 }
 
 /// Returns the first x at which a curve crosses `height` from below, interpolated between its points.
-fn crossing(points: &[(f64, f64)], height: f64) -> Option<f64> {
+fn first_crossing_x(points: &[(f64, f64)], height: f64) -> Option<f64> {
     let (before, after) =
         points.windows(2).map(|pair| (pair[0], pair[1])).find(|(a, b)| a.1 <= height && b.1 > height)?;
     Some(before.0 + (after.0 - before.0) * (height - before.1) / (after.1 - before.1))

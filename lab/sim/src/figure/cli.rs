@@ -13,8 +13,8 @@ use super::library;
 use super::live::LiveFigure;
 use super::result::{FigureResult, Provenance};
 use super::scenario::Scenario;
-use crate::output::{Format, csv};
-use output::Directory;
+use crate::output::{Format, format_csv};
+use output::OutputDirectory;
 use overrides::Overrides;
 use session::Session;
 
@@ -50,53 +50,53 @@ struct RequestedFigure {
     scenario: Scenario,
     provenance: Provenance,
     /// Measurement that produces the figure; `None` if the figure is simulated.
-    live: Option<LiveFigure>,
+    live_figure: Option<LiveFigure>,
 }
 
 /// Produces or lists figures; `live_figures` are those that can be measured. Fails when a figure or file does not
 /// exist, a scenario is invalid (file, line and column), a directory cannot be written, or a measurement fails.
-pub fn run(args: FigureArgs, live: &[LiveFigure]) -> anyhow::Result<()> {
+pub fn run(args: FigureArgs, live_figures: &[LiveFigure]) -> anyhow::Result<()> {
     if args.list {
-        return list(args.format, live);
+        return list_figures(args.format, live_figures);
     }
-    let requested = requested_figures(&args, live)?;
-    let open = |path| Directory::open(path, library::with_live_figures(live));
-    let directory = args.out.as_deref().map(open).transpose()?;
+    let requested = requested_figures(&args, live_figures)?;
+    let open_directory = |path| OutputDirectory::open(path, library::with_live_figures(live_figures));
+    let output_directory = args.out.as_deref().map(open_directory).transpose()?;
     let session = Session::begin()?;
-    let mut page: Vec<(FigureResult, Scenario)> = Vec::new();
+    let mut finished_figures: Vec<(FigureResult, Scenario)> = Vec::new();
     for figure in requested {
         let result = session.run(&figure)?;
-        page.push((result, figure.scenario));
-        let (result, scenario) = page.last().expect("just pushed");
-        match &directory {
+        finished_figures.push((result, figure.scenario));
+        let (result, scenario) = finished_figures.last().expect("just pushed");
+        match &output_directory {
             Some(directory) => {
-                session.without_interruption(|| directory.write(result, scenario, &page))?;
-                print(&claims_of(result, scenario))?;
+                session.without_interruption(|| directory.write(result, scenario, &finished_figures))?;
+                print(&format_claims(result, scenario))?;
             }
-            None => print(&render(result, scenario, args.format))?,
+            None => print(&render_result(result, scenario, args.format))?,
         }
     }
-    if let Some(directory) = &directory {
-        print(&directory.summary(&page))?;
+    if let Some(directory) = &output_directory {
+        print(&directory.summary(&finished_figures))?;
     }
     Ok(())
 }
 
 /// Returns the requested figures with their settings. All scenarios are read before the first simulation.
-fn requested_figures(args: &FigureArgs, live: &[LiveFigure]) -> anyhow::Result<Vec<RequestedFigure>> {
+fn requested_figures(args: &FigureArgs, live_figures: &[LiveFigure]) -> anyhow::Result<Vec<RequestedFigure>> {
     let mut requested = Vec::new();
-    let figures = library::with_live_figures(live);
-    let embedded = if args.all {
+    let known_figures = library::with_live_figures(live_figures);
+    let embedded_figures = if args.all {
         library::all_figures()
     } else {
-        args.names.iter().map(|name| library::find_figure(name, &figures)).collect::<Result<_, _>>()?
+        args.names.iter().map(|name| library::find_figure(name, &known_figures)).collect::<Result<_, _>>()?
     };
-    for figure in embedded {
-        let (mut scenario, mut provenance) = (figure.scenario()?, figure.provenance());
+    for figure in embedded_figures {
+        let (mut scenario, mut provenance) = (figure.parse_scenario()?, figure.provenance());
         args.overrides.apply(&mut scenario).with_context(|| figure.name)?;
-        provenance.command += &args.overrides.as_options();
-        let live = LiveFigure::find_by_name(live, figure.name).copied();
-        requested.push(RequestedFigure { name: figure.name.to_owned(), scenario, provenance, live });
+        provenance.command += &args.overrides.to_command_line_options();
+        let live_figure = LiveFigure::find_by_name(live_figures, figure.name).copied();
+        requested.push(RequestedFigure { name: figure.name.to_owned(), scenario, provenance, live_figure });
     }
     for path in &args.scenario {
         let text =
@@ -109,71 +109,71 @@ fn requested_figures(args: &FigureArgs, live: &[LiveFigure]) -> anyhow::Result<V
         );
         let name =
             path.file_stem().and_then(|stem| stem.to_str()).context("a scenario's file needs a name in UTF-8")?;
-        let file = path.file_name().and_then(|file| file.to_str()).unwrap_or(name);
-        let provenance = Provenance::new(format!("coreward-lab figure --scenario {file}"), &text);
-        requested.push(RequestedFigure { name: name.to_owned(), scenario, provenance, live: None });
+        let file_name = path.file_name().and_then(|file| file.to_str()).unwrap_or(name);
+        let provenance = Provenance::new(format!("coreward-lab figure --scenario {file_name}"), &text);
+        requested.push(RequestedFigure { name: name.to_owned(), scenario, provenance, live_figure: None });
     }
-    if let Some(name) = find_duplicate(&requested) {
+    if let Some(name) = find_duplicate_name(&requested) {
         anyhow::bail!("figure {name:?} is asked for twice: its files would overwrite each other");
     }
     Ok(requested)
 }
 
-fn find_duplicate(requested: &[RequestedFigure]) -> Option<&str> {
+fn find_duplicate_name(requested: &[RequestedFigure]) -> Option<&str> {
     let names: Vec<&str> = requested.iter().map(|figure| figure.name.as_str()).collect();
     names.iter().enumerate().find(|(index, name)| names[..*index].contains(name)).map(|(_, name)| *name)
 }
 
-fn list(format: Format, live: &[LiveFigure]) -> anyhow::Result<()> {
+fn list_figures(format: Format, live_figures: &[LiveFigure]) -> anyhow::Result<()> {
     let mut rows = Vec::new();
-    for figure in library::with_live_figures(live) {
-        let scenario = figure.scenario()?;
-        let made = scenario.live.map_or_else(|| "simulated".to_owned(), |live| live.to_string());
-        rows.push(vec![figure.name.to_owned(), scenario.paper, scenario.figure, scenario.title, made]);
+    for figure in library::with_live_figures(live_figures) {
+        let scenario = figure.parse_scenario()?;
+        let origin = scenario.live.map_or_else(|| "simulated".to_owned(), |live| live.to_string());
+        rows.push(vec![figure.name.to_owned(), scenario.paper, scenario.figure, scenario.title, origin]);
     }
     let columns = ["name", "paper", "figure", "title", "made"];
     match format {
-        Format::Csv => print(&csv(&columns, &rows)),
+        Format::Csv => print(&format_csv(&columns, &rows)),
         Format::Json => {
-            let object = |row: &Vec<String>| columns.iter().copied().zip(row.clone()).collect();
-            let objects: Vec<std::collections::BTreeMap<&str, String>> = rows.iter().map(object).collect();
-            print(&(serde_json::to_string_pretty(&objects)? + "\n"))
+            let row_to_object = |row: &Vec<String>| columns.iter().copied().zip(row.clone()).collect();
+            let row_objects: Vec<std::collections::BTreeMap<&str, String>> = rows.iter().map(row_to_object).collect();
+            print(&(serde_json::to_string_pretty(&row_objects)? + "\n"))
         }
         Format::Text => {
-            let width = rows.iter().map(|row| row[0].len()).max().unwrap_or(0);
-            let line = |row: &Vec<String>| {
-                let made = if row[4] == "simulated" { String::new() } else { format!(" [{}]", row[4]) };
-                format!("{:width$}  {}{made}\n", row[0], row[3])
+            let name_width = rows.iter().map(|row| row[0].len()).max().unwrap_or(0);
+            let format_row = |row: &Vec<String>| {
+                let origin_suffix = if row[4] == "simulated" { String::new() } else { format!(" [{}]", row[4]) };
+                format!("{:name_width$}  {}{origin_suffix}\n", row[0], row[3])
             };
-            print(&rows.iter().map(line).collect::<String>())
+            print(&rows.iter().map(format_row).collect::<String>())
         }
     }
 }
 
-fn claims_of(result: &FigureResult, scenario: &Scenario) -> String {
-    let lines: String = result.claim_lines().iter().map(|line| format!("{line}\n")).collect();
-    format!("{}: {}\n{lines}", result.name, scenario.title)
+fn format_claims(result: &FigureResult, scenario: &Scenario) -> String {
+    let claim_lines: String = result.claim_lines().iter().map(|line| format!("{line}\n")).collect();
+    format!("{}: {}\n{claim_lines}", result.name, scenario.title)
 }
 
-fn render(result: &FigureResult, scenario: &Scenario, format: Format) -> String {
+fn render_result(result: &FigureResult, scenario: &Scenario, format: Format) -> String {
     match format {
-        Format::Csv => result.table.csv(),
+        Format::Csv => result.table.to_csv(),
         Format::Json => serde_json::to_string_pretty(result).expect("results have string keys only") + "\n",
         Format::Text => {
             let mut table = comfy_table::Table::new();
             table.load_style(comfy_table::presets::UTF8_BORDERS_ONLY);
             table.set_header(super::table::CSV_COLUMNS);
             table.add_rows(result.table.rows());
-            let seeds = super::page::describe_seeds(scenario);
-            format!("{}{table}\n{seeds}. {}\n", claims_of(result, scenario), scenario.modelled.trim())
+            let seeds_description = super::page::describe_seeds(scenario);
+            format!("{}{table}\n{seeds_description}. {}\n", format_claims(result, scenario), scenario.modelled.trim())
         }
     }
 }
 
 /// Prints `text` on standard output. A closed pipe (`| head`) ends the process without an error.
 fn print(text: &str) -> anyhow::Result<()> {
-    let mut out = std::io::stdout().lock();
-    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+    let mut stdout = std::io::stdout().lock();
+    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => std::process::exit(0),
         written => Ok(written?),
     }

@@ -15,7 +15,7 @@ pub struct EmbeddedScenario {
 
 impl EmbeddedScenario {
     /// Parses the scenario. An error names the invalid value and its position.
-    pub fn scenario(&self) -> Result<Scenario, Diagnostic> {
+    pub fn parse_scenario(&self) -> Result<Scenario, Diagnostic> {
         Scenario::parse(&format!("lab/scenarios/{}.toml", self.name), self.toml_text)
     }
 

@@ -20,15 +20,15 @@ pub struct RunPlan {
 #[derive(Debug)]
 pub struct PlotPoint {
     /// Index of the panel in the scenario.
-    pub panel: usize,
+    pub panel_index: usize,
     /// Index of the series in the scenario.
-    pub series: usize,
+    pub series_index: usize,
     /// x as shown on the horizontal axis; 0 without such an axis.
     pub x: f64,
     /// Seed of the random numbers: 1, 2, ...
     pub seed: u64,
     /// Index of the run in [`RunPlan::jobs`].
-    pub job: usize,
+    pub job_index: usize,
     pub query: ValueQuery,
     /// Whether the run gives a curve over time instead of one value.
     pub is_time_series: bool,
@@ -37,35 +37,36 @@ pub struct PlotPoint {
 /// Invalid parameters of a scenario, with their panel and series.
 #[derive(Debug, PartialEq)]
 pub struct ExpandError {
-    pub panel: usize,
+    pub panel_index: usize,
     /// Index of the series in the scenario.
-    pub series: usize,
+    pub series_index: usize,
     pub cause: ParameterError,
 }
 
 impl Scenario {
     /// Expands the scenario into its runs. Fails at the first panel and series with invalid parameters.
-    pub fn expand(&self) -> Result<RunPlan, ExpandError> {
+    pub fn plan_runs(&self) -> Result<RunPlan, ExpandError> {
         let mut plan = RunPlan { jobs: Vec::new(), plot_points: Vec::new() };
         // Configurations contain floating-point numbers, which cannot be hashed; their text is the key instead.
-        let mut known: HashMap<String, usize> = HashMap::new();
+        let mut job_indices: HashMap<String, usize> = HashMap::new();
         for (panel_index, panel) in self.panel.iter().enumerate() {
             for series in self.panel_series(panel) {
                 let series_index = self.series.iter().position(|other| std::ptr::eq(other, series)).unwrap_or(0);
-                let failed = |cause| ExpandError { panel: panel_index, series: series_index, cause };
+                let expand_error = |cause| ExpandError { panel_index, series_index, cause };
                 for (x, swept) in sweep_points(panel) {
                     for seed in 1..=*self.seeds.get_ref() {
-                        let Some((job, query)) = self.build_job(panel, series, swept, seed).map_err(failed)? else {
+                        let Some((job, query)) = self.build_job(panel, series, swept, seed).map_err(expand_error)?
+                        else {
                             continue;
                         };
-                        let job = *known.entry(format!("{job:?}")).or_insert_with(|| {
+                        let job_index = *job_indices.entry(format!("{job:?}")).or_insert_with(|| {
                             plan.jobs.push(job);
                             plan.jobs.len() - 1
                         });
                         let is_time_series = matches!(swept, Some((SweepAxis::Time, _)));
-                        let place =
-                            PlotPoint { panel: panel_index, series: series_index, x, seed, job, query, is_time_series };
-                        plan.plot_points.push(place);
+                        let plot_point =
+                            PlotPoint { panel_index, series_index, x, seed, job_index, query, is_time_series };
+                        plan.plot_points.push(plot_point);
                     }
                 }
             }
@@ -91,16 +92,16 @@ impl Scenario {
             };
         }
         if let Some(rpc) = parameters!(rpc) {
-            return rpc?.job(measure, seed);
+            return rpc?.build_job(measure, seed);
         }
         if let Some(lb) = parameters!(lb) {
-            return lb?.job(measure, seed, *self.seeds.get_ref(), &self.lb_policies());
+            return lb?.build_job(measure, seed, *self.seeds.get_ref(), &self.lb_policies());
         }
         if let Some(pcc) = parameters!(pcc) {
-            return pcc?.job(measure, seed, *self.seeds.get_ref());
+            return pcc?.build_job(measure, seed, *self.seeds.get_ref());
         }
         if let Some(path) = parameters!(path) {
-            return path?.job(measure, seed);
+            return path?.build_job(measure, seed);
         }
         Ok(None)
     }

@@ -33,7 +33,7 @@ pub struct ValueQuery {
 
 impl ValueQuery {
     /// Returns the query for the value of a metric with the first seed.
-    pub fn of(measure: Metric) -> Self {
+    pub fn for_metric(measure: Metric) -> Self {
         Self { measure, throughput_limit: None, policy: None, seed: 1 }
     }
 }
@@ -69,39 +69,40 @@ impl Outcome {
         match self {
             Self::Rpc(outcome) => request_metric(outcome, query.measure),
             Self::Peak(peak, full) => {
-                let most = query.throughput_limit.unwrap_or(f64::INFINITY);
-                let throughput = (peak.peak_load * full).min(most);
+                let max_throughput = query.throughput_limit.unwrap_or(f64::INFINITY);
+                let throughput = (peak.peak_load * full).min(max_throughput);
                 Some(if query.measure == Metric::PeakLoad { throughput / full } else { throughput })
             }
             Self::Lb(outcome, seeds) => {
-                let policy = outcome.policies.iter().find(|policy| Some(&policy.policy) == query.policy.as_ref())?;
-                let measured = policy.seeds.get(seeds.iter().position(|seed| *seed == query.seed)?)?;
+                let policy_outcome =
+                    outcome.policies.iter().find(|policy| Some(&policy.policy) == query.policy.as_ref())?;
+                let seed_outcome = policy_outcome.seeds.get(seeds.iter().position(|seed| *seed == query.seed)?)?;
                 match query.measure {
-                    Metric::ServerVariancePct => Some(measured.server_variance_pct),
-                    Metric::CoreVariancePct => Some(measured.core_variance_pct),
-                    Metric::ServedPct => Some(100.0 - measured.dropped_pct),
+                    Metric::ServerVariancePct => Some(seed_outcome.server_variance_pct),
+                    Metric::CoreVariancePct => Some(seed_outcome.core_variance_pct),
+                    Metric::ServedPct => Some(100.0 - seed_outcome.dropped_pct),
                     _ => None,
                 }
             }
             Self::Pcc(outcome) => {
-                let run = find_seed_run(outcome, query.seed)?;
+                let seed_outcome = find_seed_run(outcome, query.seed)?;
                 match query.measure {
-                    Metric::BrokenPct => Some(run.broken_pct()),
-                    Metric::ImbalancePct => Some((run.imbalance - 1.0) * 100.0),
+                    Metric::BrokenPct => Some(seed_outcome.broken_pct()),
+                    Metric::ImbalancePct => Some((seed_outcome.imbalance - 1.0) * 100.0),
                     _ => None,
                 }
             }
             // A run has one combination and one seed, so every statistic over the seeds is that value.
             Self::Path(outcome) => {
                 let combination = outcome.combinations.first()?;
-                let spread = match query.measure {
+                let statistic = match query.measure {
                     Metric::P99 => combination.p99,
                     Metric::Mean => combination.mean,
                     Metric::ServerVariancePct => combination.server_variance_pct,
                     Metric::CoreVariancePct => combination.core_variance_pct,
                     _ => return None,
                 };
-                Some(spread.median)
+                Some(statistic.median)
             }
         }
     }
@@ -112,15 +113,19 @@ impl Outcome {
                 Some(outcome.windows.iter().map(|window| (window.from, window.quantiles.p99)).collect())
             }
             Self::Pcc(outcome) => {
-                let of_second: fn(&pcc::SecondCounts) -> f64 = match query.measure {
+                let metric_of_second: fn(&pcc::SecondCounts) -> f64 = match query.measure {
                     Metric::BrokenPct => pcc::SecondCounts::broken_pct,
                     Metric::PoolServers => |second| second.servers as f64,
-                    Metric::CompletedPerSecond => |second| second.completed as f64,
+                    Metric::CompletedPerSecond => |second| second.completed_connections as f64,
                     _ => return None,
                 };
                 // The value of a second belongs to the end of that second.
-                let ends = (1..).map(f64::from);
-                Some(ends.zip(find_seed_run(outcome, query.seed)?.second_counts.iter().map(of_second)).collect())
+                let second_ends = (1..).map(f64::from);
+                Some(
+                    second_ends
+                        .zip(find_seed_run(outcome, query.seed)?.second_counts.iter().map(metric_of_second))
+                        .collect(),
+                )
             }
             _ => None,
         }

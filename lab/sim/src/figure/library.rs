@@ -12,11 +12,12 @@ pub fn all_figures() -> Vec<EmbeddedScenario> {
 }
 
 /// Returns all embedded scenarios and those of the live figures, in the order of the papers' figures.
-pub fn with_live_figures(live: &[LiveFigure]) -> Vec<EmbeddedScenario> {
-    let simulated = SCENARIOS.iter().map(|&(name, toml_text)| EmbeddedScenario { name, toml_text });
-    let mut all: Vec<EmbeddedScenario> = simulated.chain(live.iter().map(|live| live.embedded_scenario)).collect();
-    all.sort_by_key(|embedded| figure_sort_key(embedded.name));
-    all
+pub fn with_live_figures(live_figures: &[LiveFigure]) -> Vec<EmbeddedScenario> {
+    let simulated_scenarios = SCENARIOS.iter().map(|&(name, toml_text)| EmbeddedScenario { name, toml_text });
+    let mut scenarios: Vec<EmbeddedScenario> =
+        simulated_scenarios.chain(live_figures.iter().map(|live| live.embedded_scenario)).collect();
+    scenarios.sort_by_key(|embedded| figure_sort_key(embedded.name));
+    scenarios
 }
 
 /// Returns the scenario with this name. Fails when it is not in `figures`; the error suggests the most similar names.
@@ -29,11 +30,11 @@ pub fn find_figure(name: &str, figures: &[EmbeddedScenario]) -> Result<EmbeddedS
 fn figure_sort_key(name: &str) -> (usize, String, u64, String) {
     const PAPERS: [&str; 4] = ["crossrss", "cheetah", "turbo", "ringleader"];
     let (paper, figure) = name.split_once('-').unwrap_or((name, ""));
-    let order = PAPERS.iter().position(|known| *known == paper).unwrap_or(PAPERS.len());
-    let digits = figure.bytes().take_while(u8::is_ascii_digit).count();
+    let paper_index = PAPERS.iter().position(|known| *known == paper).unwrap_or(PAPERS.len());
+    let digit_count = figure.bytes().take_while(u8::is_ascii_digit).count();
     // Tables and sensitivities have no number and follow the figures.
-    let number = figure[..digits].parse().unwrap_or(u64::MAX);
-    (order, paper.to_owned(), number, figure[digits..].to_owned())
+    let figure_number = figure[..digit_count].parse().unwrap_or(u64::MAX);
+    (paper_index, paper.to_owned(), figure_number, figure[digit_count..].to_owned())
 }
 
 #[cfg(test)]
@@ -41,7 +42,7 @@ mod tests {
     use super::*;
 
     /// Names of the figures that `coreward-lab figure --all` runs.
-    const FIGURES: [&str; 31] = [
+    const SIMULATED_FIGURE_NAMES: [&str; 31] = [
         "crossrss-2a",
         "crossrss-2b",
         "cheetah-2a",
@@ -76,24 +77,24 @@ mod tests {
     ];
 
     #[test]
-    fn figures_are_in_the_papers_order() {
+    fn figures_are_sorted_in_the_papers_order() {
         let mut names = ["turbo-11", "ringleader-lambda", "turbo-2b", "crossrss-2a", "ringleader-8", "turbo-2a"];
         names.sort_by_key(|name| figure_sort_key(name));
         assert_eq!(names, ["crossrss-2a", "turbo-2a", "turbo-2b", "turbo-11", "ringleader-8", "ringleader-lambda"]);
     }
 
     #[test]
-    fn nearest_figures_are_suggested() {
+    fn unknown_figure_name_suggests_the_most_similar_ones() {
         let error = find_figure("turbo-2c", &all_figures()).unwrap_err();
-        assert!(error.nearest().contains(&"turbo-2b"), "{error}");
+        assert!(error.nearest_names().contains(&"turbo-2b"), "{error}");
     }
 
     #[test]
     fn every_scenario_is_valid() {
         let names: Vec<&str> = all_figures().iter().map(|embedded| embedded.name).collect();
-        assert_eq!(names, FIGURES);
+        assert_eq!(names, SIMULATED_FIGURE_NAMES);
         for embedded in all_figures() {
-            embedded.scenario().unwrap_or_else(|error| panic!("{error}"));
+            embedded.parse_scenario().unwrap_or_else(|error| panic!("{error}"));
         }
     }
 }

@@ -24,7 +24,7 @@ use super::scenario::{Panel, Scenario};
 use super::table::FigureTable;
 
 /// Callback for the progress of a measurement, with the numbers of finished and of all steps.
-pub type Progress<'a> = &'a (dyn Fn(usize, usize) + Sync);
+pub type ProgressCallback<'a> = &'a (dyn Fn(usize, usize) + Sync);
 
 /// Figure that is measured on this machine.
 #[derive(Debug, Clone, Copy)]
@@ -33,57 +33,57 @@ pub struct LiveFigure {
     pub embedded_scenario: EmbeddedScenario,
     /// Measures all panels of the scenario, with as many runs as the scenario has seeds. The scenario is passed without
     /// its simulated series.
-    pub measure: fn(&Scenario, Progress<'_>) -> anyhow::Result<Vec<Sample>>,
+    pub measure: fn(&Scenario, ProgressCallback<'_>) -> anyhow::Result<Vec<Sample>>,
     /// Called from another thread at SIGINT and SIGTERM, to make `measure` clean up and fail soon. Without this
     /// function a signal ends the process.
-    pub interrupt: Option<fn()>,
+    pub interrupt_measurement: Option<fn()>,
 }
 
 /// Measured value of one run at one point of a curve.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sample {
     /// Title of the panel.
-    pub panel: String,
-    pub series: String,
+    pub panel_title: String,
+    pub series_label: String,
     /// Value of the swept parameter, or time, in the unit of the scenario's `x.values`.
     pub x: f64,
     /// Number of the run: 1, 2, ...
-    pub run: u64,
+    pub run_number: u64,
     /// Measured value, in the unit of the panel's metric.
     pub y: f64,
 }
 
 impl LiveFigure {
-    pub fn find_by_name<'a>(live: &'a [LiveFigure], name: &str) -> Option<&'a LiveFigure> {
-        live.iter().find(|live| live.embedded_scenario.name == name)
+    pub fn find_by_name<'a>(live_figures: &'a [LiveFigure], name: &str) -> Option<&'a LiveFigure> {
+        live_figures.iter().find(|live| live.embedded_scenario.name == name)
     }
 
     /// Measures the figure and returns its table.
-    pub fn measure_table(&self, scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<FigureTable> {
-        let measured = Scenario { live: scenario.live.clone(), ..scenario.filter_simulated(false) };
-        let samples = match measured.series[..] {
+    pub fn measure_table(&self, scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::Result<FigureTable> {
+        let measured_part = Scenario { live: scenario.live.clone(), ..scenario.filter_simulated(false) };
+        let samples = match measured_part.series[..] {
             [] => Vec::new(),
-            _ => (self.measure)(&measured, progress).with_context(|| self.embedded_scenario.name)?,
+            _ => (self.measure)(&measured_part, progress).with_context(|| self.embedded_scenario.name)?,
         };
         let mut values: HashMap<(usize, usize), Vec<SeedValue>> = HashMap::new();
         for sample in &samples {
-            let place = find_position(scenario, sample).with_context(|| {
+            let curve_indices = find_curve_indices(scenario, sample).with_context(|| {
                 format!("{}: the scenario has no place for {sample:?}", self.embedded_scenario.name)
             })?;
-            let x = sample.x * x_scale(&scenario.panel[place.0]);
-            values.entry(place).or_default().push(SeedValue { x, seed: sample.run, y: sample.y });
+            let x = sample.x * x_scale(&scenario.panel[curve_indices.0]);
+            values.entry(curve_indices).or_default().push(SeedValue { x, seed: sample.run_number, y: sample.y });
         }
         let mut table = build_value_table(scenario, values);
-        let beside = scenario.filter_simulated(true);
-        if !beside.series.is_empty() {
-            insert_simulated_curves(&mut table, run::run(&beside, &|_, _| {})?);
+        let simulated_part = scenario.filter_simulated(true);
+        if !simulated_part.series.is_empty() {
+            insert_simulated_curves(&mut table, run::run(&simulated_part, &|_, _| {})?);
         }
         Ok(table)
     }
 }
 
-fn insert_simulated_curves(table: &mut FigureTable, part: FigureTable) {
-    for simulated in part.panels {
+fn insert_simulated_curves(table: &mut FigureTable, simulated_table: FigureTable) {
+    for simulated in simulated_table.panels {
         let panel = table.panels.iter_mut().find(|panel| panel.title == simulated.title);
         let curves = panel.map_or(&mut [][..], |panel| &mut panel.curves[..]);
         for curve in simulated.curves {
@@ -94,12 +94,13 @@ fn insert_simulated_curves(table: &mut FigureTable, part: FigureTable) {
     }
 }
 
-fn find_position(scenario: &Scenario, sample: &Sample) -> Option<(usize, usize)> {
-    let panel = scenario.panel.iter().position(|panel| *panel.title.get_ref() == sample.panel)?;
-    let shown =
-        scenario.panel_series(&scenario.panel[panel]).find(|series| *series.label.get_ref() == sample.series)?;
-    let series = scenario.series.iter().position(|series| std::ptr::eq(series, shown))?;
-    (1..=*scenario.seeds.get_ref()).contains(&sample.run).then_some((panel, series))
+fn find_curve_indices(scenario: &Scenario, sample: &Sample) -> Option<(usize, usize)> {
+    let panel_index = scenario.panel.iter().position(|panel| *panel.title.get_ref() == sample.panel_title)?;
+    let sampled_series = scenario
+        .panel_series(&scenario.panel[panel_index])
+        .find(|series| *series.label.get_ref() == sample.series_label)?;
+    let series_index = scenario.series.iter().position(|series| std::ptr::eq(series, sampled_series))?;
+    (1..=*scenario.seeds.get_ref()).contains(&sample.run_number).then_some((panel_index, series_index))
 }
 
 fn x_scale(panel: &Panel) -> f64 {
@@ -108,11 +109,11 @@ fn x_scale(panel: &Panel) -> f64 {
 
 /// Describes this machine for the page: kernel, number of CPUs and processor model.
 pub fn describe_machine() -> String {
-    let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
-    let kernel = read("/proc/sys/kernel/osrelease");
-    let processors = read("/proc/cpuinfo");
-    let model = processors.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": "));
-    let model = model.map_or_else(|| std::env::consts::ARCH.to_owned(), |(_, model)| model.to_owned());
-    let count = std::thread::available_parallelism().map_or(1, usize::from);
-    format!("Linux {}, {count} CPUs ({model})", kernel.trim())
+    let read_or_empty = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
+    let kernel_release = read_or_empty("/proc/sys/kernel/osrelease");
+    let cpuinfo = read_or_empty("/proc/cpuinfo");
+    let model_line = cpuinfo.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": "));
+    let cpu_model = model_line.map_or_else(|| std::env::consts::ARCH.to_owned(), |(_, model)| model.to_owned());
+    let cpu_count = std::thread::available_parallelism().map_or(1, usize::from);
+    format!("Linux {}, {cpu_count} CPUs ({cpu_model})", kernel_release.trim())
 }

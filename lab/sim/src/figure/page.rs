@@ -29,7 +29,8 @@ pub fn render_page(figures: &[(FigureResult, Scenario)]) -> String {
     let (holding, claims) = figures.iter().fold((0, 0), |(holding, claims), (result, _)| {
         (holding + result.holding_claim_count(), claims + result.claims.len())
     });
-    let contents: String = figures.iter().map(|(result, scenario)| render_contents_row(result, scenario)).collect();
+    let contents_rows: String =
+        figures.iter().map(|(result, scenario)| render_contents_row(result, scenario)).collect();
     let sections: String = figures.iter().map(|(result, scenario)| render_section(result, scenario)).collect();
     format!(
         "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
@@ -38,15 +39,15 @@ pub fn render_page(figures: &[(FigureResult, Scenario)]) -> String {
          <p>{holding} of {claims} statements hold here. {made} Published values are drawn in where the paper or its \
          artifact gives numbers. Each \
          statement is judged by a number of the table below it; one that does not hold is marked.</p>\n\
-         <nav><table>\n{contents}</table></nav>\n{sections}</body>\n</html>\n",
+         <nav><table>\n{contents_rows}</table></nav>\n{sections}</body>\n</html>\n",
         made = describe_number_source(figures.iter().any(|(_, scenario)| scenario.live.is_some())),
     )
 }
 
 /// Returns a sentence that explains where the numbers on the page come from.
-fn describe_number_source(some_live: bool) -> String {
+fn describe_number_source(has_live_figures: bool) -> String {
     let version = env!("CARGO_PKG_VERSION");
-    if some_live {
+    if has_live_figures {
         return format!(
             "Figures whose names end in -live were measured, on the machine named below them; everything else on \
              this page was simulated by coreward {version}."
@@ -56,21 +57,21 @@ fn describe_number_source(some_live: bool) -> String {
 }
 
 fn render_contents_row(result: &FigureResult, scenario: &Scenario) -> String {
-    let failing = result.claims.len() - result.holding_claim_count();
-    let claims = match (result.claims.len(), failing) {
+    let failing_count = result.claims.len() - result.holding_claim_count();
+    let claims_text = match (result.claims.len(), failing_count) {
         (0, _) => "no statement to judge".to_owned(),
         (all, 0) => format!("{all} of {all} hold"),
         (all, failing) => format!("{} of {all} hold, {failing} do not", all - failing),
     };
     format!(
-        "<tr><td><a href=\"#{name}\">{name}</a></td><td>{title}</td><td>{claims}</td></tr>\n",
+        "<tr><td><a href=\"#{name}\">{name}</a></td><td>{title}</td><td>{claims_text}</td></tr>\n",
         name = escape_html(&result.name),
         title = escape_html(&scenario.title),
     )
 }
 
 fn render_section(result: &FigureResult, scenario: &Scenario) -> String {
-    let claims: String = result
+    let claim_items: String = result
         .claims
         .iter()
         .map(|claim| {
@@ -84,10 +85,11 @@ fn render_section(result: &FigureResult, scenario: &Scenario) -> String {
             )
         })
         .collect();
-    let claims = if claims.is_empty() { String::new() } else { format!("<ul class=\"claims\">\n{claims}</ul>\n") };
+    let claim_list =
+        if claim_items.is_empty() { String::new() } else { format!("<ul class=\"claims\">\n{claim_items}</ul>\n") };
     format!(
         "<section id=\"{name}\">\n<h2>{name}: {title}</h2>\n<p class=\"small\">{paper}, {figure}</p>\n\
-         <blockquote>{statement}</blockquote>\n{svg}\n{claims}<p><b>What is {done}.</b> \
+         <blockquote>{statement}</blockquote>\n{svg}\n{claim_list}<p><b>What is {done}.</b> \
          {modelled}</p>\n{sources}{table}\
          <p class=\"small\">{seeds}. Made by <code>{command}</code>, coreward {version}, scenario \
          {digest}{machine}.</p>\n</section>\n",
@@ -130,14 +132,17 @@ fn render_sources(scenario: &Scenario) -> String {
 }
 
 fn render_table(result: &FigureResult) -> String {
-    let row = |tag: &str, cells: &mut dyn Iterator<Item = &str>| {
+    let render_row = |tag: &str, cells: &mut dyn Iterator<Item = &str>| {
         let cells: String = cells.map(|cell| format!("<{tag}>{}</{tag}>", escape_html(cell))).collect();
         format!("<tr>{cells}</tr>\n")
     };
-    let head = row("th", &mut CSV_COLUMNS.into_iter());
+    let header_row = render_row("th", &mut CSV_COLUMNS.into_iter());
     let rows = result.table.rows();
-    let body: String = rows.iter().map(|cells| row("td", &mut cells.iter().map(String::as_str))).collect();
-    format!("<details><summary>The numbers ({} rows)</summary>\n<table>\n{head}{body}</table></details>\n", rows.len())
+    let body_rows: String = rows.iter().map(|cells| render_row("td", &mut cells.iter().map(String::as_str))).collect();
+    format!(
+        "<details><summary>The numbers ({} rows)</summary>\n<table>\n{header_row}{body_rows}</table></details>\n",
+        rows.len()
+    )
 }
 
 fn collapse_whitespace(text: &str) -> String {

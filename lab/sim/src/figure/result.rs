@@ -83,28 +83,29 @@ impl Verdict {
 
     /// Returns a text with the measured value, its bounds and the published value.
     pub fn format_numbers(&self) -> String {
-        let measured = match self.measured {
+        let measured_text = match self.measured {
             None => "not reached here".to_owned(),
             Some(extent) if self.points == 1 => format!("{} here", format_range(extent)),
             Some(extent) => format!("{} here, {} values", format_range(extent), self.points),
         };
-        let seeds = match self.seeds {
+        let seeds_text = match self.seeds {
             Some(extent) if Some(extent) != self.measured => format!(" (single seeds {})", format_range(extent)),
             _ => String::new(),
         };
-        let published = self.published.map_or(String::new(), |value| format!("; published {}", format_number(value)));
-        format!("{measured}{seeds}; required {}{published}", self.bound)
+        let published_text =
+            self.published.map_or(String::new(), |value| format!("; published {}", format_number(value)));
+        format!("{measured_text}{seeds_text}; required {}{published_text}", self.bound)
     }
 }
 
 fn format_range((low, high): (f64, f64)) -> String {
-    let short = |value: f64| match value.abs() {
+    let format_value = |value: f64| match value.abs() {
         zero if zero < 1e-9 => "0".to_owned(),
         small if small < 0.01 => format!("{value:.1e}"),
         small if small < 10.0 => format!("{value:.3}"),
         middle if middle < 1000.0 => format!("{value:.1}"),
         _ => format!("{value:.0}"),
     };
-    let (low, high) = (short(low), short(high));
+    let (low, high) = (format_value(low), format_value(high));
     if low == high { low } else { format!("{low} to {high}") }
 }

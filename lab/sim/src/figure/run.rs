@@ -16,18 +16,18 @@ use crate::seed_summary::SeedSummary;
 ///
 /// The table does not depend on the number of threads, because runs are independent and ordered. Fails when a
 /// simulation fails.
-pub fn run(scenario: &Scenario, done: &(impl Fn(usize, usize) + Sync)) -> anyhow::Result<FigureTable> {
-    let plan = scenario.expand().map_err(|failed| anyhow::anyhow!("{}", failed.cause))?;
-    let total = plan.jobs.len();
-    let finished = std::sync::atomic::AtomicUsize::new(0);
-    done(0, total);
+pub fn run(scenario: &Scenario, report_progress: &(impl Fn(usize, usize) + Sync)) -> anyhow::Result<FigureTable> {
+    let plan = scenario.plan_runs().map_err(|failed| anyhow::anyhow!("{}", failed.cause))?;
+    let job_count = plan.jobs.len();
+    let finished_count = std::sync::atomic::AtomicUsize::new(0);
+    report_progress(0, job_count);
     let outcomes: anyhow::Result<Vec<Outcome>> = plan
         .jobs
         .par_iter()
         .with_max_len(1)
         .map(|job| {
             let outcome = job.run()?;
-            done(finished.fetch_add(1, std::sync::atomic::Ordering::Relaxed) + 1, total);
+            report_progress(finished_count.fetch_add(1, std::sync::atomic::Ordering::Relaxed) + 1, job_count);
             Ok(outcome)
         })
         .collect();
@@ -36,13 +36,13 @@ pub fn run(scenario: &Scenario, done: &(impl Fn(usize, usize) + Sync)) -> anyhow
 }
 
 fn build_table(scenario: &Scenario, plan: &RunPlan, outcomes: &[Outcome]) -> FigureTable {
-    let mut values: HashMap<(usize, usize), Vec<SeedValue>> = HashMap::new();
+    let mut curve_values: HashMap<(usize, usize), Vec<SeedValue>> = HashMap::new();
     for place in &plan.plot_points {
-        let x_scale = scenario.panel[place.panel].x.as_ref().map_or(1.0, |sweep| sweep.scale);
-        let of_curve = values.entry((place.panel, place.series)).or_default();
-        of_curve.extend(plot_point_values(place, x_scale, &outcomes[place.job]));
+        let x_scale = scenario.panel[place.panel_index].x.as_ref().map_or(1.0, |sweep| sweep.scale);
+        let values_of_curve = curve_values.entry((place.panel_index, place.series_index)).or_default();
+        values_of_curve.extend(plot_point_values(place, x_scale, &outcomes[place.job_index]));
     }
-    build_value_table(scenario, values)
+    build_value_table(scenario, curve_values)
 }
 
 /// Value that one seed or run gives at one x of a curve.
@@ -65,29 +65,29 @@ pub fn build_value_table(scenario: &Scenario, mut values: HashMap<(usize, usize)
             let label = series.label.get_ref().clone();
             let published = scenario.published_points(panel.title.get_ref(), &label);
             let values = values.remove(&(panel_index, series_index)).unwrap_or_default();
-            Curve { cells: group_cells(values, seeds, panel.y.scale), label, published }
+            Curve { cells: build_cells(values, seeds, panel.y.scale), label, published }
         });
         PanelTable { title: panel.title.get_ref().clone(), curves: curves.collect() }
     });
     FigureTable { seeds, panels: panels.collect() }
 }
 
-fn plot_point_values(place: &PlotPoint, x_scale: f64, outcome: &Outcome) -> Vec<SeedValue> {
-    let PlotPoint { x, seed, is_time_series, .. } = *place;
+fn plot_point_values(plot_point: &PlotPoint, x_scale: f64, outcome: &Outcome) -> Vec<SeedValue> {
+    let PlotPoint { x, seed, is_time_series, .. } = *plot_point;
     if is_time_series {
-        let series = outcome.time_series(&place.query).unwrap_or_default();
-        return series.into_iter().map(|(x, y)| SeedValue { x: x * x_scale, seed, y }).collect();
+        let points = outcome.time_series(&plot_point.query).unwrap_or_default();
+        return points.into_iter().map(|(x, y)| SeedValue { x: x * x_scale, seed, y }).collect();
     }
-    outcome.value(&place.query).map(|y| SeedValue { x, seed, y }).into_iter().collect()
+    outcome.value(&plot_point.query).map(|y| SeedValue { x, seed, y }).into_iter().collect()
 }
 
 /// Groups values into one cell per x. Omits an x without a value of every seed, whose median would be biased.
-fn group_cells(mut values: Vec<SeedValue>, seeds: u64, y_scale: f64) -> Vec<Cell> {
+fn build_cells(mut values: Vec<SeedValue>, seeds: u64, y_scale: f64) -> Vec<Cell> {
     values.sort_by(|a, b| a.x.total_cmp(&b.x).then(a.seed.cmp(&b.seed)));
-    let groups = values.chunk_by(|a, b| a.x == b.x).filter(|group| group.len() as u64 == seeds);
-    let cell = |group: &[SeedValue]| {
+    let complete_groups = values.chunk_by(|a, b| a.x == b.x).filter(|group| group.len() as u64 == seeds);
+    let build_cell = |group: &[SeedValue]| {
         let seeds: Vec<f64> = group.iter().map(|value| value.y * y_scale).collect();
-        Some(Cell { x: group[0].x, spread: SeedSummary::of(&seeds)?, seeds })
+        Some(Cell { x: group[0].x, spread: SeedSummary::from_values(&seeds)?, seeds })
     };
-    groups.filter_map(cell).collect()
+    complete_groups.filter_map(build_cell).collect()
 }

@@ -183,7 +183,7 @@ pub struct PublishedValues {
     /// Title of the panel; may be omitted if the figure has a single panel.
     pub panel: Option<Spanned<String>>,
     pub series: Spanned<String>,
-    /// Where the paper or its artifact gives the numbers.
+    /// Part of the paper, or of its artifact, with the numbers.
     pub source: String,
     /// Points in the displayed units of the panel.
     pub points: Vec<PublishedPoint>,
@@ -222,17 +222,19 @@ fn default_scale() -> f64 {
 impl Scenario {
     /// Returns the series that `panel` shows, in the order of the file.
     pub fn panel_series(&self, panel: &Panel) -> impl Iterator<Item = &Series> {
-        let only: Vec<&str> = panel.series.iter().map(|label| label.get_ref().as_str()).collect();
-        self.series.iter().filter(move |series| only.is_empty() || only.contains(&series.label.get_ref().as_str()))
+        let shown_labels: Vec<&str> = panel.series.iter().map(|label| label.get_ref().as_str()).collect();
+        self.series
+            .iter()
+            .filter(move |series| shown_labels.is_empty() || shown_labels.contains(&series.label.get_ref().as_str()))
     }
 
     /// Returns the simulated or the measured part of a live figure, without published values and claims.
     #[must_use]
-    pub fn filter_simulated(&self, simulated: bool) -> Self {
-        let series = self.series.iter().filter(|series| series.simulated == simulated);
+    pub fn filter_simulated(&self, is_simulated: bool) -> Self {
+        let series = self.series.iter().filter(|series| series.simulated == is_simulated);
         let panel = self.panel.iter().filter_map(|panel| {
-            let of_panel = self.panel_series(panel).filter(|series| series.simulated == simulated);
-            let series: Vec<_> = of_panel.map(|series| series.label.clone()).collect();
+            let panel_series = self.panel_series(panel).filter(|series| series.simulated == is_simulated);
+            let series: Vec<_> = panel_series.map(|series| series.label.clone()).collect();
             (!series.is_empty()).then(|| Panel { series, ..panel.clone() })
         });
         let (series, panel) = (series.cloned().collect(), panel.collect());
@@ -242,18 +244,18 @@ impl Scenario {
     /// Returns the index of the series whose colour and shape series `index` uses, and whether the series is drawn
     /// open.
     pub fn series_style(&self, index: usize) -> (usize, bool) {
-        let open = self.series[index].simulated;
-        let like = self.series[..=index].iter().rposition(|series| !series.simulated).filter(|_| open);
-        (like.unwrap_or(index), open)
+        let is_open = self.series[index].simulated;
+        let measured_series = self.series[..=index].iter().rposition(|series| !series.simulated).filter(|_| is_open);
+        (measured_series.unwrap_or(index), is_open)
     }
 
     /// Returns the published points of a series in a panel.
     pub fn published_points(&self, panel: &str, label: &str) -> Vec<PublishedCell> {
-        let of_curve = self.published.iter().filter(|published| {
-            let in_panel = published.panel.as_ref().is_none_or(|title| title.get_ref() == panel);
-            in_panel && published.series.get_ref() == label
+        let published_values = self.published.iter().filter(|published| {
+            let is_in_panel = published.panel.as_ref().is_none_or(|title| title.get_ref() == panel);
+            is_in_panel && published.series.get_ref() == label
         });
-        let points = of_curve.flat_map(|published| &published.points);
+        let points = published_values.flat_map(|published| &published.points);
         let mut cells: Vec<PublishedCell> =
             points.map(|point| PublishedCell { x: point.x, y: point.y, spread: point.spread }).collect();
         cells.sort_by(|a, b| a.x.total_cmp(&b.x));
@@ -261,7 +263,7 @@ impl Scenario {
     }
 
     /// Returns the panel with this title; without a title, the figure's only panel.
-    pub fn panel_named(&self, title: Option<&str>) -> Option<&Panel> {
+    pub fn find_panel(&self, title: Option<&str>) -> Option<&Panel> {
         match title {
             Some(title) => self.panel.iter().find(|panel| panel.title.get_ref() == title),
             None if self.panel.len() == 1 => self.panel.first(),

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::point::is_same_point;
-use crate::output::csv;
+use crate::output::format_csv;
 use crate::seed_summary::SeedSummary;
 
 /// All values of one figure, in the units that the figure shows.
@@ -64,28 +64,28 @@ impl FigureTable {
     /// Returns one row per point, with the columns [`CSV_COLUMNS`]; a published point without simulation has no median.
     pub fn rows(&self) -> Vec<Vec<String>> {
         let curves = self.panels.iter().flat_map(|panel| panel.curves.iter().map(move |curve| (panel, curve)));
-        curves.flat_map(|(panel, curve)| rows(panel, curve)).collect()
+        curves.flat_map(|(panel, curve)| curve_rows(panel, curve)).collect()
     }
 
     /// Returns [`CSV_COLUMNS`] and [`FigureTable::rows`] as CSV.
-    pub fn csv(&self) -> String {
-        csv(&CSV_COLUMNS, &self.rows())
+    pub fn to_csv(&self) -> String {
+        format_csv(&CSV_COLUMNS, &self.rows())
     }
 }
 
-fn rows(panel: &PanelTable, curve: &Curve) -> Vec<Vec<String>> {
-    let head = |x: f64| vec![panel.title.clone(), curve.label.clone(), format_number(x)];
+fn curve_rows(panel: &PanelTable, curve: &Curve) -> Vec<Vec<String>> {
+    let leading_cells = |x: f64| vec![panel.title.clone(), curve.label.clone(), format_number(x)];
     let mut rows: Vec<(f64, Vec<String>)> = Vec::new();
     for cell in &curve.cells {
         let SeedSummary { median, low, high, .. } = cell.spread;
         let published = curve.published_at(cell.x).map_or(String::new(), |published| format_number(published.y));
-        let rest = [median, low, high].map(format_number).into_iter().chain([published]);
-        rows.push((cell.x, head(cell.x).into_iter().chain(rest).collect()));
+        let value_cells = [median, low, high].map(format_number).into_iter().chain([published]);
+        rows.push((cell.x, leading_cells(cell.x).into_iter().chain(value_cells).collect()));
     }
     for published in &curve.published {
         if !curve.cells.iter().any(|cell| is_same_point(cell.x, published.x)) {
-            let rest = [String::new(), String::new(), String::new(), format_number(published.y)];
-            rows.push((published.x, head(published.x).into_iter().chain(rest).collect()));
+            let value_cells = [String::new(), String::new(), String::new(), format_number(published.y)];
+            rows.push((published.x, leading_cells(published.x).into_iter().chain(value_cells).collect()));
         }
     }
     rows.sort_by(|(a, _), (b, _)| a.total_cmp(b));
@@ -108,7 +108,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_are_short() {
+    fn numbers_have_six_significant_digits_without_trailing_zeros() {
         let cases = [
             (0.0, "0"),
             (1.0, "1"),
@@ -126,11 +126,11 @@ mod tests {
 
     #[test]
     fn unsimulated_published_point_has_a_row() {
-        let cell = Cell { x: 1.0, seeds: vec![2.0], spread: SeedSummary::of(&[2.0]).unwrap() };
+        let cell = Cell { x: 1.0, seeds: vec![2.0], spread: SeedSummary::from_values(&[2.0]).unwrap() };
         let published = |x, y| PublishedCell { x, y, spread: None };
         let curve =
             Curve { label: "a".into(), cells: vec![cell], published: vec![published(0.5, 9.0), published(1.0, 2.5)] };
         let table = FigureTable { seeds: 1, panels: vec![PanelTable { title: "p".into(), curves: vec![curve] }] };
-        assert_eq!(table.csv(), "panel,series,x,median,low,high,published\np,a,0.5,,,,9\np,a,1,2,2,2,2.5\n");
+        assert_eq!(table.to_csv(), "panel,series,x,median,low,high,published\np,a,0.5,,,,9\np,a,1,2,2,2,2.5\n");
     }
 }

@@ -9,18 +9,18 @@ use anyhow::Context;
 /// written; the error names its path.
 pub fn write_atomically(directory: &Path, name: &str, content: &str) -> anyhow::Result<()> {
     let path = directory.join(name);
-    let written = (|| -> std::io::Result<()> {
+    let result = (|| -> std::io::Result<()> {
         let mut file = tempfile::Builder::new().prefix(".figure-").tempfile_in(directory)?;
         file.write_all(content.as_bytes())?;
-        set_readable(file.as_file())?;
+        make_world_readable(file.as_file())?;
         file.persist(&path)?;
         Ok(())
     })();
-    written.with_context(|| format!("cannot write {}", path.display()))
+    result.with_context(|| format!("cannot write {}", path.display()))
 }
 
 /// Makes the file readable for all users; a temporary file is readable only for its owner.
-fn set_readable(file: &std::fs::File) -> std::io::Result<()> {
+fn make_world_readable(file: &std::fs::File) -> std::io::Result<()> {
     use std::os::unix::fs::PermissionsExt as _;
     file.set_permissions(std::fs::Permissions::from_mode(0o644))
 }

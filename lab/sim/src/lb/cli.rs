@@ -1,7 +1,7 @@
 //! The arguments of `coreward-lab sim lb`.
 
-use coreward_model::fleet::TableDraw;
-use coreward_model::load::{Alpha, AlphaOutOfRange};
+use coreward_model::fleet::IndirectionTableDraw;
+use coreward_model::load::{SmoothingWeight, SmoothingWeightOutOfRange};
 use coreward_model::placement::{BucketCount, BucketCountError};
 
 use super::{Config, run};
@@ -30,7 +30,7 @@ pub struct LbArgs {
     report_ms: u32,
     /// Weight of the newest report in a smoothed load
     #[arg(long, default_value = "0.5", value_parser = parse_alpha)]
-    alpha: Alpha,
+    alpha: SmoothingWeight,
     /// Policies, separated by commas; `oracle` has the rates of all flows
     #[arg(long, value_delimiter = ',', default_value = "hash,rr,pow2,crossrss,crossrss-plus")]
     policy: Vec<String>,
@@ -82,9 +82,9 @@ pub(crate) fn parse_buckets(text: &str) -> Result<BucketCount, String> {
     BucketCount::new(count).map_err(|error: BucketCountError| error.to_string())
 }
 
-pub(crate) fn parse_alpha(text: &str) -> Result<Alpha, String> {
+pub(crate) fn parse_alpha(text: &str) -> Result<SmoothingWeight, String> {
     let value = text.parse().map_err(|_| format!("{text:?} is no number: expected one above 0, at most 1"))?;
-    Alpha::new(value).map_err(|error: AlphaOutOfRange| error.to_string())
+    SmoothingWeight::new(value).map_err(|error: SmoothingWeightOutOfRange| error.to_string())
 }
 
 const MAX_SEEDS: u64 = 10_000;
@@ -98,11 +98,11 @@ impl std::str::FromStr for Seeds {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let (first, last) = text.split_once('-').unwrap_or(("1", text));
-        let parse = || Some((first.parse::<u64>().ok()?, last.parse::<u64>().ok()?));
-        let expected = || format!("{text:?}: expected N or FIRST-LAST, at least 1 and at most {MAX_SEEDS} seeds");
-        let (first, last) = parse().ok_or_else(expected)?;
+        let parse_range = || Some((first.parse::<u64>().ok()?, last.parse::<u64>().ok()?));
+        let range_error = || format!("{text:?}: expected N or FIRST-LAST, at least 1 and at most {MAX_SEEDS} seeds");
+        let (first, last) = parse_range().ok_or_else(range_error)?;
         if last < first || last - first >= MAX_SEEDS || (last == 0) {
-            return Err(expected());
+            return Err(range_error());
         }
         Ok(Self((first..=last).collect()))
     }
@@ -124,8 +124,8 @@ impl LbArgs {
             trace_copies: self.overlay,
             core_capacity: self.core_capacity,
             tables: match self.indirection_tables {
-                IndirectionTables::Balanced => TableDraw::Balanced,
-                IndirectionTables::Independent => TableDraw::Independent,
+                IndirectionTables::Balanced => IndirectionTableDraw::Balanced,
+                IndirectionTables::Independent => IndirectionTableDraw::Independent,
             },
             window_ms: self.window_ms,
             replay_speed: self.replay_speed,
@@ -142,7 +142,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn seeds_are_counted_or_named() {
+    fn seeds_are_parsed_from_a_count_or_a_range() {
         assert_eq!("3".parse(), Ok(Seeds(vec![1, 2, 3])));
         assert_eq!("11-13".parse(), Ok(Seeds(vec![11, 12, 13])));
         assert!(["0", "5-4", "x", "1-100000"].iter().all(|text| text.parse::<Seeds>().is_err()));

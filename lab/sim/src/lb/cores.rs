@@ -1,13 +1,13 @@
 //! Packets at cores: counted on arrival, or queued with a limit.
 
 /// Maximum number of packets that wait while a core serves one (CrossRSS, CoNEXT'20: FastClick's queues of 128).
-pub const QUEUE_PACKETS: u32 = 128;
+pub const MAX_QUEUED_PACKETS: u32 = 128;
 
 /// Tolerance for rounding errors in sums of service times, as a fraction of a packet's service time.
-const ROUNDING: f64 = 1e-6;
+const ROUNDING_TOLERANCE: f64 = 1e-6;
 
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Capacity {
+pub enum CoreCapacity {
     /// The core serves every packet at once; each packet adds `cost_ns` of busy time.
     Unlimited {
         /// Busy time per packet (ns).
@@ -28,7 +28,7 @@ pub struct Cores {
     cost_ns: f64,
     is_limited: bool,
     /// Longest time that an accepted packet may have to wait (ns).
-    longest_wait_ns: f64,
+    max_wait_ns: f64,
     /// Number of packets that arrived at each core.
     arrived_packets: Vec<u64>,
     /// Number of packets that each core dropped because its queue was full.
@@ -36,48 +36,48 @@ pub struct Cores {
     /// Time at which each core will have served all packets accepted so far (ns).
     idle_from_ns: Vec<f64>,
     /// Number of bytes in the accepted packets of all cores.
-    bytes: u64,
+    accepted_bytes: u64,
 }
 
 impl Cores {
-    pub fn new(cores: usize, capacity: Capacity) -> Self {
+    pub fn new(cores: usize, capacity: CoreCapacity) -> Self {
         let (cost_ns, is_limited, queue_limit) = match capacity {
-            Capacity::Unlimited { cost_ns } => (cost_ns, false, None),
-            Capacity::Limited { cost_ns, queue_limit } => (cost_ns, true, queue_limit),
+            CoreCapacity::Unlimited { cost_ns } => (cost_ns, false, None),
+            CoreCapacity::Limited { cost_ns, queue_limit } => (cost_ns, true, queue_limit),
         };
-        let longest_wait_ns =
-            queue_limit.map_or(f64::INFINITY, |queue_limit| (f64::from(queue_limit) + ROUNDING) * cost_ns);
+        let max_wait_ns =
+            queue_limit.map_or(f64::INFINITY, |queue_limit| (f64::from(queue_limit) + ROUNDING_TOLERANCE) * cost_ns);
         Self {
             cost_ns,
             is_limited,
-            longest_wait_ns,
+            max_wait_ns,
             arrived_packets: vec![0; cores],
             dropped_packets: vec![0; cores],
             idle_from_ns: vec![0.0; cores],
-            bytes: 0,
+            accepted_bytes: 0,
         }
     }
 
     /// Processes the arrival of a packet at a core. Arrival times must not decrease.
     #[inline]
-    pub fn enter(&mut self, core: usize, time_ns: u64, bytes: u16) {
+    pub fn process_arrival(&mut self, core: usize, time_ns: u64, bytes: u16) {
         self.arrived_packets[core] += 1;
         if self.is_limited && !self.try_enqueue(core, time_ns) {
             return;
         }
-        self.bytes += u64::from(bytes);
+        self.accepted_bytes += u64::from(bytes);
     }
 
     /// Queues a packet at a core. Returns `false` if the queue is full.
     fn try_enqueue(&mut self, core: usize, time_ns: u64) -> bool {
-        let (now_ns, free_ns) = (time_ns as f64, &mut self.idle_from_ns[core]);
+        let (arrival_ns, free_ns) = (time_ns as f64, &mut self.idle_from_ns[core]);
         // All packets take the same time, so the remaining work gives their number; the packet in service does not
         // wait.
-        if *free_ns - now_ns > self.longest_wait_ns {
+        if *free_ns - arrival_ns > self.max_wait_ns {
             self.dropped_packets[core] += 1;
             return false;
         }
-        *free_ns = free_ns.max(now_ns) + self.cost_ns;
+        *free_ns = free_ns.max(arrival_ns) + self.cost_ns;
         true
     }
 
@@ -93,7 +93,7 @@ impl Cores {
 
     /// Returns the number of bytes in the packets that all cores have accepted.
     pub fn bytes(&self) -> u64 {
-        self.bytes
+        self.accepted_bytes
     }
 
     /// Returns the service time of the packets that the core has accepted, but not served yet (ns).
@@ -104,16 +104,17 @@ impl Cores {
     /// Returns the number of packets that each core has served by `time_ns`.
     pub fn served_packets(&self, time_ns: u64) -> impl Iterator<Item = u64> {
         (0..self.arrived_packets.len()).map(move |core| {
-            let inside = (self.backlog_ns(core, time_ns) / self.cost_ns - ROUNDING).ceil().max(0.0) as u64;
-            self.arrived_packets[core] - self.dropped_packets[core] - inside
+            let unserved_packets =
+                (self.backlog_ns(core, time_ns) / self.cost_ns - ROUNDING_TOLERANCE).ceil().max(0.0) as u64;
+            self.arrived_packets[core] - self.dropped_packets[core] - unserved_packets
         })
     }
 
     /// Returns how long each core has been busy by `time_ns` (ns).
     pub fn busy_ns(&self, time_ns: u64) -> impl Iterator<Item = u64> {
         (0..self.arrived_packets.len()).map(move |core| {
-            let accepted = (self.arrived_packets[core] - self.dropped_packets[core]) as f64;
-            (accepted * self.cost_ns - self.backlog_ns(core, time_ns)) as u64
+            let accepted_packets = (self.arrived_packets[core] - self.dropped_packets[core]) as f64;
+            (accepted_packets * self.cost_ns - self.backlog_ns(core, time_ns)) as u64
         })
     }
 }
@@ -127,47 +128,52 @@ mod tests {
     use super::*;
 
     /// Reference model: a FIFO queue that keeps the departure time of every packet.
-    struct Reference {
-        departures: VecDeque<u64>,
-        last: u64,
-        served: u64,
-        dropped: u64,
+    struct ReferenceQueue {
+        departure_times: VecDeque<u64>,
+        last_departure: u64,
+        served_packets: u64,
+        dropped_packets: u64,
     }
 
     #[test]
-    fn queue_equals_one_that_keeps_every_packet() {
+    fn queue_that_is_only_a_time_equals_one_that_keeps_every_packet() {
         let mut rng = seeded_rng(3, 77);
-        let mut cores = Cores::new(1, Capacity::Limited { cost_ns: 50.0, queue_limit: Some(4) });
-        let mut reference = Reference { departures: VecDeque::new(), last: 0, served: 0, dropped: 0 };
+        let mut cores = Cores::new(1, CoreCapacity::Limited { cost_ns: 50.0, queue_limit: Some(4) });
+        let mut reference = ReferenceQueue {
+            departure_times: VecDeque::new(),
+            last_departure: 0,
+            served_packets: 0,
+            dropped_packets: 0,
+        };
         let mut now = 0;
         for step in 0..20_000u64 {
             // Bursts and pauses with a mean load of 1.
             now += u64::from(uniform_below(&mut rng, if step % 100 < 50 { 60 } else { 142 }));
-            while reference.departures.front().is_some_and(|departure| *departure <= now) {
-                reference.departures.pop_front();
-                reference.served += 1;
+            while reference.departure_times.front().is_some_and(|departure| *departure <= now) {
+                reference.departure_times.pop_front();
+                reference.served_packets += 1;
             }
             // One packet in service and four waiting.
-            if reference.departures.len() <= 4 {
-                reference.last = reference.last.max(now) + 50;
-                reference.departures.push_back(reference.last);
+            if reference.departure_times.len() <= 4 {
+                reference.last_departure = reference.last_departure.max(now) + 50;
+                reference.departure_times.push_back(reference.last_departure);
             } else {
-                reference.dropped += 1;
+                reference.dropped_packets += 1;
             }
-            cores.enter(0, now, 100);
-            assert_eq!(cores.dropped_packets(), reference.dropped, "step {step}");
-            assert_eq!(cores.served_packets(now).next(), Some(reference.served), "step {step}");
+            cores.process_arrival(0, now, 100);
+            assert_eq!(cores.dropped_packets(), reference.dropped_packets, "step {step}");
+            assert_eq!(cores.served_packets(now).next(), Some(reference.served_packets), "step {step}");
         }
-        assert!(reference.dropped > 1_000 && reference.served > 10_000);
-        let accepted = reference.served + reference.departures.len() as u64;
-        assert_eq!(cores.bytes(), accepted * 100);
-        assert_eq!(cores.busy_ns(now).next(), Some(accepted * 50 - (reference.last - now)));
+        assert!(reference.dropped_packets > 1_000 && reference.served_packets > 10_000);
+        let accepted_packets = reference.served_packets + reference.departure_times.len() as u64;
+        assert_eq!(cores.bytes(), accepted_packets * 100);
+        assert_eq!(cores.busy_ns(now).next(), Some(accepted_packets * 50 - (reference.last_departure - now)));
     }
 
     #[test]
     fn unlimited_core_serves_every_packet_at_once() {
-        let mut cores = Cores::new(2, Capacity::Unlimited { cost_ns: 1_000.0 });
-        (0..500).for_each(|_| cores.enter(1, 7, 60));
+        let mut cores = Cores::new(2, CoreCapacity::Unlimited { cost_ns: 1_000.0 });
+        (0..500).for_each(|_| cores.process_arrival(1, 7, 60));
         assert_eq!(cores.served_packets(7).collect::<Vec<_>>(), [0, 500]);
         assert_eq!(cores.busy_ns(7).collect::<Vec<_>>(), [0, 500_000]);
         assert_eq!((cores.dropped_packets(), cores.bytes()), (0, 30_000));

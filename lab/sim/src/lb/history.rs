@@ -1,6 +1,6 @@
 //! Load of the cores before the first packet: a trace's history has flows and rates, but no packets.
 
-use super::cores::Capacity;
+use super::cores::CoreCapacity;
 
 /// Work of every core in the trace's history. Between two events a core's number of packets is linear in time, so it is
 /// kept as a slope and an offset.
@@ -12,66 +12,66 @@ pub struct HistoryLoad {
     /// Packet rate of each core (packets per ns), the slope.
     packets_per_ns: Vec<f64>,
     /// Number of packets of each core that the linear function gives for time 0, the offset.
-    offset: Vec<f64>,
+    packets_at_time_zero: Vec<f64>,
     /// Packet rate of each flow (packets per ns).
-    rate_of_flow: Vec<f64>,
+    flow_packets_per_ns: Vec<f64>,
     /// Last reading: its time (ns), and the packets and busy time of each core until then.
-    read_ns: u64,
-    packets: Vec<f64>,
+    last_read_ns: u64,
+    last_packets: Vec<f64>,
     busy_ns: Vec<f64>,
 }
 
 impl HistoryLoad {
-    pub fn new(cores: usize, capacity: Capacity, end_ns: u64) -> Self {
+    pub fn new(cores: usize, capacity: CoreCapacity, end_ns: u64) -> Self {
         let (cost_ns, is_limited) = match capacity {
-            Capacity::Unlimited { cost_ns } => (cost_ns, false),
-            Capacity::Limited { cost_ns, .. } => (cost_ns, true),
+            CoreCapacity::Unlimited { cost_ns } => (cost_ns, false),
+            CoreCapacity::Limited { cost_ns, .. } => (cost_ns, true),
         };
         Self {
             cost_ns,
             is_limited,
             end_ns,
             packets_per_ns: vec![0.0; cores],
-            offset: vec![0.0; cores],
-            rate_of_flow: Vec::new(),
-            read_ns: 0,
-            packets: vec![0.0; cores],
+            packets_at_time_zero: vec![0.0; cores],
+            flow_packets_per_ns: Vec::new(),
+            last_read_ns: 0,
+            last_packets: vec![0.0; cores],
             busy_ns: vec![0.0; cores],
         }
     }
 
     /// Starts a flow to a core with a rate of `rate_pps` packets per second.
-    pub fn begin(&mut self, flow: u32, core: usize, rate: f64, now_ns: u64) {
+    pub fn begin(&mut self, flow: u32, core: usize, rate_pps: f64, now_ns: u64) {
         let flow = flow as usize;
-        if self.rate_of_flow.len() <= flow {
-            self.rate_of_flow.resize(flow + 1, 0.0);
+        if self.flow_packets_per_ns.len() <= flow {
+            self.flow_packets_per_ns.resize(flow + 1, 0.0);
         }
-        self.rate_of_flow[flow] = rate / 1e9;
-        self.add(core, rate / 1e9, now_ns);
+        self.flow_packets_per_ns[flow] = rate_pps / 1e9;
+        self.add_rate(core, rate_pps / 1e9, now_ns);
     }
 
     pub fn end(&mut self, flow: u32, core: usize, now_ns: u64) {
-        self.add(core, -self.rate_of_flow[flow as usize], now_ns);
+        self.add_rate(core, -self.flow_packets_per_ns[flow as usize], now_ns);
     }
 
-    fn add(&mut self, core: usize, slope: f64, now_ns: u64) {
-        self.packets_per_ns[core] += slope;
-        self.offset[core] -= slope * now_ns as f64;
+    fn add_rate(&mut self, core: usize, packets_per_ns: f64, now_ns: u64) {
+        self.packets_per_ns[core] += packets_per_ns;
+        self.packets_at_time_zero[core] -= packets_per_ns * now_ns as f64;
     }
 
     /// Returns each core's busy time up to now, or to the history's end (ns). A core of limited capacity is busy for at
     /// most the elapsed time; the few packets in its queue are ignored.
     pub fn busy_ns(&mut self, now_ns: u64) -> &[f64] {
         let now_ns = now_ns.min(self.end_ns);
-        let elapsed_ns = (now_ns - self.read_ns) as f64;
+        let elapsed_ns = (now_ns - self.last_read_ns) as f64;
         if elapsed_ns > 0.0 {
-            for core in 0..self.packets.len() {
-                let packets = self.packets_per_ns[core] * now_ns as f64 + self.offset[core];
-                let work_ns = ((packets - self.packets[core]) * self.cost_ns).max(0.0);
+            for core in 0..self.last_packets.len() {
+                let packets = self.packets_per_ns[core] * now_ns as f64 + self.packets_at_time_zero[core];
+                let work_ns = ((packets - self.last_packets[core]) * self.cost_ns).max(0.0);
                 self.busy_ns[core] += if self.is_limited { work_ns.min(elapsed_ns) } else { work_ns };
-                self.packets[core] = packets;
+                self.last_packets[core] = packets;
             }
-            self.read_ns = now_ns;
+            self.last_read_ns = now_ns;
         }
         &self.busy_ns
     }
@@ -83,7 +83,7 @@ mod tests {
 
     #[test]
     fn busy_time_is_rate_times_time_and_ends_with_the_history() {
-        let mut history = HistoryLoad::new(2, Capacity::Unlimited { cost_ns: 1_000.0 }, 3_000_000_000);
+        let mut history = HistoryLoad::new(2, CoreCapacity::Unlimited { cost_ns: 1_000.0 }, 3_000_000_000);
         history.begin(0, 1, 500.0, 0);
         history.begin(7, 1, 100.0, 500_000_000);
         // 500 packets of 1 us in one flow, 50 in the other.
@@ -97,9 +97,9 @@ mod tests {
     }
 
     #[test]
-    fn core_load_is_at_most_one() {
+    fn core_of_limited_capacity_is_busy_at_most_all_the_time() {
         let mut history =
-            HistoryLoad::new(1, Capacity::Limited { cost_ns: 10_000.0, queue_limit: None }, 2_000_000_000);
+            HistoryLoad::new(1, CoreCapacity::Limited { cost_ns: 10_000.0, queue_limit: None }, 2_000_000_000);
         history.begin(0, 0, 150_000.0, 0);
         assert_eq!(history.busy_ns(1_000_000_000)[0], 1e9);
     }

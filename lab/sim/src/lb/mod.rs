@@ -17,8 +17,8 @@ mod run;
 mod simulation;
 
 use coreward_model::ServerId;
-use coreward_model::fleet::TableDraw;
-use coreward_model::load::Alpha;
+use coreward_model::fleet::IndirectionTableDraw;
+use coreward_model::load::SmoothingWeight;
 use coreward_model::placement::BucketCount;
 use coreward_model::policy::MAX_CANDIDATES;
 
@@ -45,7 +45,7 @@ pub struct Config {
     /// Interval between two reports, and between two placement tables (ms), 1 to 10,000.
     pub report_ms: u32,
     /// Weight of the newest report in a smoothed load.
-    pub alpha: Alpha,
+    pub alpha: SmoothingWeight,
     /// Policies by name: those of [`coreward_model::policy`], and [`ORACLE`].
     pub policies: Vec<String>,
     /// Seeds, each of which draws server ids (and with them indirection tables), RSS key and hash keys. For `campus`
@@ -58,7 +58,7 @@ pub struct Config {
     /// unlimited.
     pub core_capacity: Option<f64>,
     /// How cores are distributed over the servers' indirection tables.
-    pub tables: TableDraw,
+    pub tables: IndirectionTableDraw,
     /// Duration of the windows in which variance is measured (ms), 1 to 3,600,000; the paper has 1 s.
     pub window_ms: u32,
     /// Speed of the replay relative to the recording, above 0: 1.1 is 10 % faster.
@@ -80,13 +80,13 @@ impl Default for Config {
             cores: 4,
             buckets: BucketCount::PUBLISHED,
             report_ms: 100,
-            alpha: Alpha::PUBLISHED,
+            alpha: SmoothingWeight::PUBLISHED,
             policies: ["hash", "rr", "pow2", "crossrss", "crossrss-plus"].map(str::to_owned).to_vec(),
             seeds: (1..=10).collect(),
             read_options: ReadOptions::default(),
             trace_copies: 1,
             core_capacity: None,
-            tables: TableDraw::Balanced,
+            tables: IndirectionTableDraw::Balanced,
             window_ms: 1_000,
             replay_speed: 1.0,
             racks: None,
@@ -140,14 +140,17 @@ fn format_skipped(skipped: &crate::trace::SkipCounts) -> String {
 impl Config {
     /// Checks the configuration. An error names the value that is out of range, and the range.
     pub fn check(&self) -> Result<(), Error> {
-        let cores = u32::from(self.servers) * u32::from(self.cores);
-        let rules = [
+        let core_count = u32::from(self.servers) * u32::from(self.cores);
+        let range_checks = [
             (
                 (1..=ServerId::COUNT).contains(&usize::from(self.servers)),
                 ("servers", self.servers.to_string(), format!("1 to {}", ServerId::COUNT)),
             ),
             (self.cores > 0, ("cores", self.cores.to_string(), "at least 1".to_owned())),
-            (cores <= MAX_CORES, ("servers x cores", cores.to_string(), format!("at most {MAX_CORES} cores in all"))),
+            (
+                core_count <= MAX_CORES,
+                ("servers x cores", core_count.to_string(), format!("at most {MAX_CORES} cores in all")),
+            ),
             (
                 (1..=10_000).contains(&self.report_ms),
                 ("report-ms", self.report_ms.to_string(), "1 to 10000".to_owned()),
@@ -191,7 +194,7 @@ impl Config {
             (!self.seeds.is_empty(), ("seeds", "0".to_owned(), "at least 1".to_owned())),
             (!self.policies.is_empty(), ("policies", "0".to_owned(), "at least 1".to_owned())),
         ];
-        match rules.into_iter().find(|(holds, _)| !holds) {
+        match range_checks.into_iter().find(|(holds, _)| !holds) {
             Some((_, (name, value, expected))) => Err(OutOfRange { name, value, expected }.into()),
             None => Ok(()),
         }

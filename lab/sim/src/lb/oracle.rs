@@ -26,14 +26,19 @@ impl Oracle {
 
     /// Assigns a new flow to the least loaded of the reachable cores and returns that core; `None` if its rate is
     /// unknown.
-    pub fn place(&mut self, flow: u32, opening: &FirstPacket, reachable: impl Iterator<Item = usize>) -> Option<usize> {
-        let rate = (opening.rate_pps? * RATE_UNITS_PER_PACKET) as u64;
+    pub fn place_flow(
+        &mut self,
+        flow: u32,
+        first_packet: &FirstPacket,
+        reachable: impl Iterator<Item = usize>,
+    ) -> Option<usize> {
+        let rate_units = (first_packet.rate_pps? * RATE_UNITS_PER_PACKET) as u64;
         let core = reachable.min_by_key(|core| self.core_rates[*core])?;
         if self.flow_rates.len() <= flow as usize {
             self.flow_rates.resize(flow as usize + 1, 0);
         }
-        self.flow_rates[flow as usize] = rate;
-        self.core_rates[core] += rate;
+        self.flow_rates[flow as usize] = rate_units;
+        self.core_rates[core] += rate_units;
         Some(core)
     }
 
@@ -51,15 +56,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn oracle_takes_the_least_sum_of_live_rates() {
+    fn oracle_chooses_the_core_with_the_least_sum_of_current_rates() {
         let tuple = FourTuple::ipv4((Ipv4Addr::LOCALHOST, 1), (Ipv4Addr::LOCALHOST, 2));
-        let opening = |rate| FirstPacket { tuple, rate_pps: Some(rate) };
+        let first_packet = |rate| FirstPacket { tuple, rate_pps: Some(rate) };
         let mut oracle = Oracle::new(3);
-        assert_eq!(oracle.place(0, &opening(10.0), [0, 2].into_iter()), Some(0));
-        assert_eq!(oracle.place(1, &opening(3.0), [0, 2].into_iter()), Some(2));
-        assert_eq!(oracle.place(2, &opening(3.0), [0, 2].into_iter()), Some(2));
+        assert_eq!(oracle.place_flow(0, &first_packet(10.0), [0, 2].into_iter()), Some(0));
+        assert_eq!(oracle.place_flow(1, &first_packet(3.0), [0, 2].into_iter()), Some(2));
+        assert_eq!(oracle.place_flow(2, &first_packet(3.0), [0, 2].into_iter()), Some(2));
         oracle.close(0, 0);
-        assert_eq!(oracle.place(3, &opening(1.0), [0, 2].into_iter()), Some(0));
-        assert_eq!(oracle.place(4, &FirstPacket { tuple, rate_pps: None }, [0].into_iter()), None);
+        assert_eq!(oracle.place_flow(3, &first_packet(1.0), [0, 2].into_iter()), Some(0));
+        assert_eq!(oracle.place_flow(4, &FirstPacket { tuple, rate_pps: None }, [0].into_iter()), None);
     }
 }

@@ -46,15 +46,16 @@ pub struct PolicyOutcome {
 impl PolicyOutcome {
     /// Summarizes the results of all seeds; `None` without seeds.
     pub fn new(policy: &str, seeds: Vec<SeedResult>) -> Option<Self> {
-        let spread = |of: fn(&SeedResult) -> f64| SeedSummary::of(&seeds.iter().map(of).collect::<Vec<_>>());
+        let summarize =
+            |of: fn(&SeedResult) -> f64| SeedSummary::from_values(&seeds.iter().map(of).collect::<Vec<_>>());
         Some(Self {
             policy: policy.to_owned(),
-            server_variance_pct: spread(|seed| seed.server_variance_pct)?,
-            core_variance_pct: spread(|seed| seed.core_variance_pct)?,
-            max_over_mean: spread(|seed| seed.max_over_mean)?,
-            dropped_pct: spread(|seed| seed.dropped_pct)?,
-            throughput_pps: spread(|seed| seed.throughput_pps)?,
-            throughput_gbps: spread(|seed| seed.throughput_gbps)?,
+            server_variance_pct: summarize(|seed| seed.server_variance_pct)?,
+            core_variance_pct: summarize(|seed| seed.core_variance_pct)?,
+            max_over_mean: summarize(|seed| seed.max_over_mean)?,
+            dropped_pct: summarize(|seed| seed.dropped_pct)?,
+            throughput_pps: summarize(|seed| seed.throughput_pps)?,
+            throughput_gbps: summarize(|seed| seed.throughput_gbps)?,
             seeds,
         })
     }
@@ -94,7 +95,7 @@ impl Printable for Outcome {
     }
 
     fn rows(&self) -> Vec<Vec<String>> {
-        let row = |policy: &PolicyOutcome| {
+        let policy_row = |policy: &PolicyOutcome| {
             let (server, core) = (policy.server_variance_pct, policy.core_variance_pct);
             vec![
                 policy.policy.clone(),
@@ -110,17 +111,17 @@ impl Printable for Outcome {
                 format!("{:.4}", policy.throughput_gbps.median),
             ]
         };
-        self.policies.iter().map(row).collect()
+        self.policies.iter().map(policy_row).collect()
     }
 
     fn remarks(&self) -> Vec<String> {
-        let seeds = self.policies.first().map_or(0, |policy| policy.seeds.len());
+        let seed_count = self.policies.first().map_or(0, |policy| policy.seeds.len());
         let mut remarks = vec![format!(
-            "{} packets of {} flows in {:.2} s; medians over {seeds} seed{}, low and high: the extreme seeds",
+            "{} packets of {} flows in {:.2} s; medians over {seed_count} seed{}, low and high: the extreme seeds",
             self.packets,
             self.flows,
             self.seconds,
-            if seeds == 1 { "" } else { "s" }
+            if seed_count == 1 { "" } else { "s" }
         )];
         remarks.extend(self.skipped.iter().map(|(reason, count)| format!("left out: {count} packets ({reason})")));
         if self.reordered > 0 {

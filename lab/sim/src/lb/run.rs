@@ -2,52 +2,53 @@
 
 use rayon::prelude::*;
 
-use super::cores::{Capacity, QUEUE_PACKETS};
+use super::cores::{CoreCapacity, MAX_QUEUED_PACKETS};
 use super::oracle::ORACLE;
 use super::outcome::{Outcome, PolicyOutcome, SeedResult};
-use super::simulation::{Simulation, unknown_policy};
+use super::simulation::{Simulation, unknown_policy_error};
 use super::{Config, Error};
 use crate::par_map_ordered;
 use crate::trace::{Batch, SkipCounts, Trace};
 
 /// Busy time that a packet adds to a core of unlimited capacity (ns). Policies compare loads and ignore the unit. With
 /// 1 us the load of a few packets/s is above the resolution, and the load of millions is in range.
-const PACKET_COST_NS_UNLIMITED: f64 = 1_000.0;
+const UNLIMITED_CORE_PACKET_COST_NS: f64 = 1_000.0;
 
 /// Simulates every policy with every seed. Fails when the configuration or the trace is invalid: see [`Error`].
 pub fn run(config: &Config) -> Result<Outcome, Error> {
     config.check()?;
-    let known = coreward_model::policy::names();
-    if let Some(name) = config.policies.iter().find(|name| *name != ORACLE && !known.contains(&name.as_str())) {
-        return Err(unknown_policy(name).into());
+    let known_policies = coreward_model::policy::names();
+    if let Some(name) = config.policies.iter().find(|name| *name != ORACLE && !known_policies.contains(&name.as_str()))
+    {
+        return Err(unknown_policy_error(name).into());
     }
-    let runs: Vec<Run> = if config.trace.varies_with_seed() {
-        let of_seed = |seed: &u64| Run::simulate_seeds(config, std::slice::from_ref(seed));
-        par_map_ordered(&config.seeds, of_seed).into_iter().collect::<Result<_, _>>()?
+    let runs: Vec<TracePass> = if config.trace.varies_with_seed() {
+        let simulate_seed = |seed: &u64| TracePass::simulate_seeds(config, std::slice::from_ref(seed));
+        par_map_ordered(&config.seeds, simulate_seed).into_iter().collect::<Result<_, _>>()?
     } else {
-        vec![Run::simulate_seeds(config, &config.seeds)?]
+        vec![TracePass::simulate_seeds(config, &config.seeds)?]
     };
     Ok(merge_runs(config, runs))
 }
 
 /// Results of one pass over a trace for all policies and the given seeds.
-struct Run {
+struct TracePass {
     /// Results by policy, then by seed.
     seed_results: Vec<Vec<SeedResult>>,
     packets: u64,
     flows: u64,
     duration_ns: u64,
     skipped: SkipCounts,
-    reordered: u64,
+    reordered_packet_count: u64,
 }
 
-impl Run {
+impl TracePass {
     /// Simulates every policy with these seeds on the traffic of the first one.
     fn simulate_seeds(config: &Config, seeds: &[u64]) -> Result<Self, Error> {
         let mut trace = config.trace.open_overlay(seeds[0], config.trace_copies, config.read_options)?;
         let speed = config.replay_speed;
-        let sped = |time_ns: u64| if speed == 1.0 { time_ns } else { (time_ns as f64 / speed) as u64 };
-        let history_ns = sped(trace.history_ns());
+        let replay_time_ns = |time_ns: u64| if speed == 1.0 { time_ns } else { (time_ns as f64 / speed) as u64 };
+        let history_ns = replay_time_ns(trace.history_ns());
         let capacity = derive_capacity(config, trace.as_ref());
         let mut simulations = Vec::new();
         for policy in &config.policies {
@@ -59,9 +60,9 @@ impl Run {
         loop {
             trace.read(&mut batch)?;
             if speed != 1.0 {
-                batch.packets.iter_mut().for_each(|packet| packet.time_ns = sped(packet.time_ns));
+                batch.packets.iter_mut().for_each(|packet| packet.time_ns = replay_time_ns(packet.time_ns));
                 batch
-                    .openings
+                    .first_packets
                     .iter_mut()
                     .for_each(|opening| opening.rate_pps = opening.rate_pps.map(|rate| rate * speed));
             }
@@ -72,48 +73,55 @@ impl Run {
                 batch.packets.iter().filter(|packet| packet.event.opens() && packet.event.is_packet()).count() as u64;
             simulations.par_iter_mut().map(|simulation| simulation.process_batch(&batch)).collect::<Result<(), _>>()?;
         }
-        let (skipped, reordered) = (trace.skipped(), trace.reordered());
+        let (skipped, reordered) = (trace.skip_counts(), trace.reordered_packet_count());
         if packets == 0 {
             return Err(Error::NoPackets(skipped));
         }
-        let end_ns = trace.end_ns().map_or(last_ns, sped);
+        let end_ns = trace.end_ns().map_or(last_ns, replay_time_ns);
         let seed_results: Option<Vec<SeedResult>> =
             simulations.into_par_iter().map(|simulation| simulation.finish(end_ns)).collect();
         let too_short = Error::TooShort { seconds: (end_ns - history_ns) as f64 / 1e9, window_ms: config.window_ms };
         let seed_results = seed_results.ok_or(too_short)?.chunks(seeds.len()).map(<[SeedResult]>::to_vec).collect();
-        Ok(Self { seed_results, packets, flows, duration_ns: end_ns - history_ns, skipped, reordered })
+        Ok(Self {
+            seed_results,
+            packets,
+            flows,
+            duration_ns: end_ns - history_ns,
+            skipped,
+            reordered_packet_count: reordered,
+        })
     }
 }
 
 /// Returns the capacity of a core. Requests of an arrival log wait without limit; packets beyond the queue are dropped.
-fn derive_capacity(config: &Config, trace: &dyn Trace) -> Capacity {
+fn derive_capacity(config: &Config, trace: &dyn Trace) -> CoreCapacity {
     match (config.core_capacity, trace.service()) {
         (Some(packets_per_s), None) => {
-            Capacity::Limited { cost_ns: 1e9 / packets_per_s, queue_limit: Some(QUEUE_PACKETS) }
+            CoreCapacity::Limited { cost_ns: 1e9 / packets_per_s, queue_limit: Some(MAX_QUEUED_PACKETS) }
         }
-        (Some(packets_per_s), Some(_)) => Capacity::Limited { cost_ns: 1e9 / packets_per_s, queue_limit: None },
-        (None, Some(service)) => Capacity::Limited { cost_ns: 1e9 / service.packets_per_s, queue_limit: None },
-        (None, None) => Capacity::Unlimited { cost_ns: PACKET_COST_NS_UNLIMITED },
+        (Some(packets_per_s), Some(_)) => CoreCapacity::Limited { cost_ns: 1e9 / packets_per_s, queue_limit: None },
+        (None, Some(service)) => CoreCapacity::Limited { cost_ns: 1e9 / service.packets_per_s, queue_limit: None },
+        (None, None) => CoreCapacity::Unlimited { cost_ns: UNLIMITED_CORE_PACKET_COST_NS },
     }
 }
 
-fn merge_runs(config: &Config, runs: Vec<Run>) -> Outcome {
-    let count = runs.len() as u64;
-    let mean = |of: fn(&Run) -> u64| runs.iter().map(of).sum::<u64>() / count;
+fn merge_runs(config: &Config, runs: Vec<TracePass>) -> Outcome {
+    let run_count = runs.len() as u64;
+    let mean_over_runs = |of: fn(&TracePass) -> u64| runs.iter().map(of).sum::<u64>() / run_count;
     let mut skipped = SkipCounts::new();
     for (reason, packets) in runs.iter().flat_map(|run| &run.skipped) {
-        *skipped.entry(*reason).or_default() += packets / count;
+        *skipped.entry(*reason).or_default() += packets / run_count;
     }
-    let of_policy = |(position, name): (usize, &String)| {
-        let seeds = runs.iter().flat_map(|run| run.seed_results[position].iter().copied()).collect();
-        PolicyOutcome::new(name, seeds).expect("at least one seed")
+    let policy_outcome = |(position, name): (usize, &String)| {
+        let seed_results = runs.iter().flat_map(|run| run.seed_results[position].iter().copied()).collect();
+        PolicyOutcome::new(name, seed_results).expect("at least one seed")
     };
     Outcome {
-        policies: config.policies.iter().enumerate().map(of_policy).collect(),
-        packets: mean(|run| run.packets),
-        flows: mean(|run| run.flows),
-        seconds: mean(|run| run.duration_ns) as f64 / 1e9,
+        policies: config.policies.iter().enumerate().map(policy_outcome).collect(),
+        packets: mean_over_runs(|run| run.packets),
+        flows: mean_over_runs(|run| run.flows),
+        seconds: mean_over_runs(|run| run.duration_ns) as f64 / 1e9,
         skipped,
-        reordered: mean(|run| run.reordered),
+        reordered: mean_over_runs(|run| run.reordered_packet_count),
     }
 }

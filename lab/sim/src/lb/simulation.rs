@@ -1,12 +1,12 @@
 //! Simulation of one policy and seed: the fleet of a live system, with packets of a trace.
 
-use coreward_model::fleet::{FleetShape, Racks, SimulatedCluster};
+use coreward_model::fleet::{FleetShape, RackControllers, SimulatedCluster};
 use coreward_model::placement::PlacementTable;
 use coreward_model::policy::{self, Policy};
 use coreward_model::rss::seeded_rng;
 use coreward_model::statistics::{mean, variance_pct};
 
-use super::cores::{Capacity, Cores};
+use super::cores::{CoreCapacity, Cores};
 use super::history::HistoryLoad;
 use super::oracle::{ORACLE, Oracle};
 use super::outcome::SeedResult;
@@ -29,18 +29,18 @@ enum Placer {
 
 /// Results of the measured windows so far, with one value per window.
 #[derive(Debug, Default)]
-struct Windows {
+struct WindowResults {
     server_variance_pct: Vec<f64>,
     core_variance_pct: Vec<f64>,
     max_over_mean: Vec<f64>,
 }
 
 #[derive(Debug, Clone)]
-struct Counters {
-    entered: Vec<u64>,
-    served: Vec<u64>,
-    dropped: u64,
-    bytes: u64,
+struct CounterSnapshot {
+    arrived_packets: Vec<u64>,
+    served_packets: Vec<u64>,
+    dropped_packets: u64,
+    accepted_bytes: u64,
     time_ns: u64,
 }
 
@@ -48,7 +48,7 @@ struct Counters {
 pub struct Simulation {
     placer: Placer,
     fleet: SimulatedCluster,
-    cores_of_server: usize,
+    cores_per_server: usize,
     cores: Cores,
     history: HistoryLoad,
     history_ns: u64,
@@ -62,34 +62,46 @@ pub struct Simulation {
     pending_table: Option<(u64, PlacementTable)>,
     next_window_ns: u64,
     /// Counters at the end of the newest window, and of the first, unmeasured window.
-    last_counters: Counters,
-    first_counters: Option<Counters>,
-    windows: Windows,
+    last_counters: CounterSnapshot,
+    first_counters: Option<CounterSnapshot>,
+    window_results: WindowResults,
 }
 
 impl Simulation {
     /// Creates the simulation. Fails when the policy does not exist.
-    pub fn new(config: &Config, policy: &str, seed: u64, capacity: Capacity, history_ns: u64) -> Result<Self, Error> {
+    pub fn new(
+        config: &Config,
+        policy: &str,
+        seed: u64,
+        capacity: CoreCapacity,
+        history_ns: u64,
+    ) -> Result<Self, Error> {
         let mut rng = seeded_rng(seed, RNG_STREAM_SERVERS);
         let Config { servers, cores, buckets, alpha, tables, .. } = *config;
-        let plan =
-            FleetShape { server_count: servers, cores_per_server: cores, buckets, alpha, tables }.draw_plan(&mut rng);
+        let plan = FleetShape { server_count: servers, cores_per_server: cores, bucket_count: buckets, alpha, tables }
+            .draw_plan(&mut rng);
         let mut fleet = SimulatedCluster::new(plan).expect("as many entries as buckets");
         let core_count = fleet.core_count();
         let placer = match policy {
             ORACLE => Placer::Oracle(Oracle::new(core_count)),
-            name => Placer::Policy(policy::policy_by_name(name, seed).map_err(|_| unknown_policy(name))?),
+            name => Placer::Policy(policy::policy_by_name(name, seed).map_err(|_| unknown_policy_error(name))?),
         };
         if let (Some(racks), Placer::Policy(_)) = (config.racks, &placer) {
             let policies = (0..racks).map(|_| policy::policy_by_name(policy, seed).expect("the controller has one"));
-            fleet.set_racks(Racks { policies: policies.collect(), candidates: config.rack_candidates.into() });
+            fleet
+                .set_racks(RackControllers { policies: policies.collect(), candidates: config.rack_candidates.into() });
         }
-        let last_counters =
-            Counters { entered: vec![0; core_count], served: vec![0; core_count], dropped: 0, bytes: 0, time_ns: 0 };
+        let last_counters = CounterSnapshot {
+            arrived_packets: vec![0; core_count],
+            served_packets: vec![0; core_count],
+            dropped_packets: 0,
+            accepted_bytes: 0,
+            time_ns: 0,
+        };
         Ok(Self {
             placer,
             fleet,
-            cores_of_server: usize::from(config.cores),
+            cores_per_server: usize::from(config.cores),
             cores: Cores::new(core_count, capacity),
             history: HistoryLoad::new(core_count, capacity, history_ns),
             history_ns,
@@ -103,24 +115,24 @@ impl Simulation {
             next_window_ns: history_ns + u64::from(config.window_ms) * 1_000_000,
             last_counters,
             first_counters: None,
-            windows: Windows::default(),
+            window_results: WindowResults::default(),
         })
     }
 
     /// Processes a batch of packets. Fails when the oracle does not know a flow's rate.
     pub fn process_batch(&mut self, batch: &Batch) -> Result<(), Error> {
-        let mut openings = batch.openings.iter();
+        let mut first_packets = batch.first_packets.iter();
         for packet in &batch.packets {
             if packet.time_ns >= self.next_report_ns.min(self.next_window_ns) {
-                self.advance(packet.time_ns);
+                self.advance_to(packet.time_ns);
             }
             self.install_due_table(packet.time_ns);
             if packet.event.opens() {
-                self.open_flow(packet, openings.next().expect("one for each flow that opens"))?;
+                self.open_flow(packet, first_packets.next().expect("one for each flow that opens"))?;
             }
             let core = usize::from(self.core_of_flow[packet.flow as usize]);
             if packet.event.is_packet() {
-                self.cores.enter(core, packet.time_ns, packet.bytes);
+                self.cores.process_arrival(core, packet.time_ns, packet.bytes);
             }
             if packet.event.closes() {
                 self.close_flow(packet, core);
@@ -129,12 +141,12 @@ impl Simulation {
         Ok(())
     }
 
-    fn open_flow(&mut self, packet: &Packet, opening: &crate::trace::FirstPacket) -> Result<(), Error> {
+    fn open_flow(&mut self, packet: &Packet, first_packet: &crate::trace::FirstPacket) -> Result<(), Error> {
         let core = match &mut self.placer {
-            Placer::Policy(_) => self.fleet.place(&opening.tuple),
+            Placer::Policy(_) => self.fleet.place(&first_packet.tuple),
             Placer::Oracle(oracle) => {
-                let reachable = self.fleet.reachable_cores(&opening.tuple);
-                oracle.place(packet.flow, opening, reachable).ok_or(Error::OracleNeedsRates)?
+                let reachable = self.fleet.reachable_cores(&first_packet.tuple);
+                oracle.place_flow(packet.flow, first_packet, reachable).ok_or(Error::OracleNeedsRates)?
             }
         };
         let flow = packet.flow as usize;
@@ -142,16 +154,16 @@ impl Simulation {
             self.core_of_flow.resize(flow + 1, 0);
         }
         self.core_of_flow[flow] = core as u16;
-        self.open_connections[core / self.cores_of_server] += 1;
+        self.open_connections[core / self.cores_per_server] += 1;
         if packet.time_ns < self.history_ns {
-            let rate = opening.rate_pps.expect("a history knows rates");
+            let rate = first_packet.rate_pps.expect("a history knows rates");
             self.history.begin(packet.flow, core, rate, packet.time_ns);
         }
         Ok(())
     }
 
     fn close_flow(&mut self, packet: &Packet, core: usize) {
-        self.open_connections[core / self.cores_of_server] -= 1;
+        self.open_connections[core / self.cores_per_server] -= 1;
         if let Placer::Oracle(oracle) = &mut self.placer {
             oracle.close(packet.flow, core);
         }
@@ -161,7 +173,7 @@ impl Simulation {
     }
 
     /// Processes reports and ends of windows up to `now_ns`.
-    fn advance(&mut self, now_ns: u64) {
+    fn advance_to(&mut self, now_ns: u64) {
         let mut reports_left = MAX_REPORTS_PER_GAP;
         while self.next_report_ns.min(self.next_window_ns) <= now_ns {
             if self.next_report_ns <= self.next_window_ns {
@@ -177,9 +189,9 @@ impl Simulation {
                 self.close_window(self.next_window_ns);
                 self.next_window_ns += self.window_ns;
                 // A window without packets is not measured, so a long pause skips its windows.
-                let empty = now_ns.saturating_sub(self.next_window_ns) / self.window_ns;
-                if empty > MAX_REPORTS_PER_GAP {
-                    self.next_window_ns += empty * self.window_ns;
+                let empty_windows = now_ns.saturating_sub(self.next_window_ns) / self.window_ns;
+                if empty_windows > MAX_REPORTS_PER_GAP {
+                    self.next_window_ns += empty_windows * self.window_ns;
                 }
             }
         }
@@ -189,13 +201,13 @@ impl Simulation {
         // Before the next reports, whose assigned connections belong to the previous table.
         self.install_due_table(now_ns);
         let Placer::Policy(policy) = &mut self.placer else { return };
-        let in_history = self.history.busy_ns(now_ns).iter();
+        let history_busy_ns = self.history.busy_ns(now_ns).iter();
         let busy_ns: Vec<u64> =
-            self.cores.busy_ns(now_ns).zip(in_history).map(|(new, old)| new + *old as u64).collect();
-        let table = self.fleet.prepare(now_ns, &busy_ns, &self.open_connections, policy.as_mut());
+            self.cores.busy_ns(now_ns).zip(history_busy_ns).map(|(new, old)| new + *old as u64).collect();
+        let table = self.fleet.prepare_table(now_ns, &busy_ns, &self.open_connections, policy.as_mut());
         // The first table is in force immediately, because no table precedes it.
-        let in_force_ns = if now_ns == 0 { 0 } else { now_ns + self.table_delay_ns };
-        self.pending_table = Some((in_force_ns, table));
+        let in_force_at_ns = if now_ns == 0 { 0 } else { now_ns + self.table_delay_ns };
+        self.pending_table = Some((in_force_at_ns, table));
         self.install_due_table(now_ns);
     }
 
@@ -207,24 +219,27 @@ impl Simulation {
     }
 
     fn close_window(&mut self, now_ns: u64) {
-        let counters = Counters {
-            entered: self.cores.arrived_packets().to_vec(),
-            served: self.cores.served_packets(now_ns).collect(),
-            dropped: self.cores.dropped_packets(),
-            bytes: self.cores.bytes(),
+        let counters = CounterSnapshot {
+            arrived_packets: self.cores.arrived_packets().to_vec(),
+            served_packets: self.cores.served_packets(now_ns).collect(),
+            dropped_packets: self.cores.dropped_packets(),
+            accepted_bytes: self.cores.bytes(),
             time_ns: now_ns,
         };
-        let since = |new: &[u64], old: &[u64]| -> Vec<f64> {
+        let differences = |new: &[u64], old: &[u64]| -> Vec<f64> {
             new.iter().zip(old).map(|(new, old)| (new - old) as f64).collect()
         };
         if self.first_counters.is_some() {
-            let entered = since(&counters.entered, &self.last_counters.entered);
-            let served = since(&counters.served, &self.last_counters.served);
-            let of_servers: Vec<f64> = entered.chunks(self.cores_of_server).map(|cores| cores.iter().sum()).collect();
-            self.windows.server_variance_pct.extend(variance_pct(&of_servers));
-            self.windows.core_variance_pct.extend(variance_pct(&served));
-            let largest = served.iter().copied().fold(0.0, f64::max);
-            self.windows.max_over_mean.extend(mean(&served).filter(|mean| *mean > 0.0).map(|mean| largest / mean));
+            let arrived_packets = differences(&counters.arrived_packets, &self.last_counters.arrived_packets);
+            let served_packets = differences(&counters.served_packets, &self.last_counters.served_packets);
+            let server_packets: Vec<f64> =
+                arrived_packets.chunks(self.cores_per_server).map(|cores| cores.iter().sum()).collect();
+            self.window_results.server_variance_pct.extend(variance_pct(&server_packets));
+            self.window_results.core_variance_pct.extend(variance_pct(&served_packets));
+            let max_served = served_packets.iter().copied().fold(0.0, f64::max);
+            self.window_results
+                .max_over_mean
+                .extend(mean(&served_packets).filter(|mean| *mean > 0.0).map(|mean| max_served / mean));
         } else {
             self.first_counters = Some(counters.clone());
         }
@@ -233,26 +248,32 @@ impl Simulation {
 
     /// Ends the simulation at the end of the trace and returns its results; `None` if no window was measured.
     pub fn finish(mut self, end_ns: u64) -> Option<SeedResult> {
-        self.advance(end_ns);
+        self.advance_to(end_ns);
         // A capture of n seconds ends slightly before the n-th window.
         if end_ns >= self.next_window_ns - self.window_ns / 20 {
             self.close_window(end_ns);
         }
-        let first = self.first_counters?;
-        let sum = |counters: &[u64]| counters.iter().sum::<u64>() as f64;
-        let seconds = (self.last_counters.time_ns - first.time_ns) as f64 / 1e9;
-        let entered = sum(&self.last_counters.entered) - sum(&first.entered);
+        let first_counters = self.first_counters?;
+        let sum_over_cores = |counters: &[u64]| counters.iter().sum::<u64>() as f64;
+        let measured_seconds = (self.last_counters.time_ns - first_counters.time_ns) as f64 / 1e9;
+        let arrived_packets =
+            sum_over_cores(&self.last_counters.arrived_packets) - sum_over_cores(&first_counters.arrived_packets);
         Some(SeedResult {
-            server_variance_pct: mean(&self.windows.server_variance_pct)?,
-            core_variance_pct: mean(&self.windows.core_variance_pct)?,
-            max_over_mean: mean(&self.windows.max_over_mean)?,
-            dropped_pct: (self.last_counters.dropped - first.dropped) as f64 / entered * 100.0,
-            throughput_pps: (sum(&self.last_counters.served) - sum(&first.served)) / seconds,
-            throughput_gbps: (self.last_counters.bytes - first.bytes) as f64 * 8.0 / seconds / 1e9,
+            server_variance_pct: mean(&self.window_results.server_variance_pct)?,
+            core_variance_pct: mean(&self.window_results.core_variance_pct)?,
+            max_over_mean: mean(&self.window_results.max_over_mean)?,
+            dropped_pct: (self.last_counters.dropped_packets - first_counters.dropped_packets) as f64 / arrived_packets
+                * 100.0,
+            throughput_pps: (sum_over_cores(&self.last_counters.served_packets)
+                - sum_over_cores(&first_counters.served_packets))
+                / measured_seconds,
+            throughput_gbps: (self.last_counters.accepted_bytes - first_counters.accepted_bytes) as f64 * 8.0
+                / measured_seconds
+                / 1e9,
         })
     }
 }
 
-pub fn unknown_policy(name: &str) -> UnknownName {
+pub fn unknown_policy_error(name: &str) -> UnknownName {
     UnknownName::new("policy", name, policy::names().into_iter().chain([ORACLE]))
 }

@@ -1,7 +1,7 @@
 //! The arguments of `coreward-lab sim path`.
 
-use coreward_model::fleet::TableDraw;
-use coreward_model::load::Alpha;
+use coreward_model::fleet::IndirectionTableDraw;
+use coreward_model::load::SmoothingWeight;
 use coreward_model::placement::BucketCount;
 
 use super::{Config, ReportPhase, run};
@@ -54,7 +54,7 @@ pub struct PathArgs {
     report_ms: f64,
     /// Weight of the newest report in a smoothed load
     #[arg(long, default_value = "0.5", value_parser = parse_alpha)]
-    alpha: Alpha,
+    alpha: SmoothingWeight,
     /// Time at which agents read their core loads: `aligned` (all when the table is made) or `random` (each at its own
     /// time)
     #[arg(long, value_enum, default_value_t = ReportPhase::Aligned)]
@@ -89,7 +89,7 @@ impl PathArgs {
             request_gap: self.request_gap,
             rate_sigma: self.rate_sigma,
             buckets: self.buckets,
-            tables: TableDraw::Balanced,
+            tables: IndirectionTableDraw::Balanced,
             report_ms: self.report_ms,
             alpha: self.alpha,
             report_phase: self.report_phase,

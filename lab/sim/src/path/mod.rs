@@ -14,12 +14,12 @@ mod simulation;
 mod traffic;
 
 use coreward_model::ServerId;
-use coreward_model::fleet::TableDraw;
-use coreward_model::load::Alpha;
+use coreward_model::fleet::IndirectionTableDraw;
+use coreward_model::load::SmoothingWeight;
 use coreward_model::placement::BucketCount;
 use coreward_model::policy;
 
-pub use outcome::{Combination, Outcome, SeedResult};
+pub use outcome::{CombinationOutcome, Outcome, SeedResult};
 
 use crate::names::UnknownName;
 use crate::par_map_ordered;
@@ -59,11 +59,11 @@ pub struct Config {
     /// Number of buckets of the placement table, and of entries of each indirection table.
     pub buckets: BucketCount,
     /// How cores are distributed over the servers' indirection tables.
-    pub tables: TableDraw,
+    pub tables: IndirectionTableDraw,
     /// Interval between two reports, and between two placement tables (ms), 0.001 to 10,000.
     pub report_ms: f64,
     /// Weight of the newest report in a smoothed load.
-    pub alpha: Alpha,
+    pub alpha: SmoothingWeight,
     pub report_phase: ReportPhase,
     /// Duration of the windows in which variance is measured (ms), 0.001 to 3,600,000.
     pub window_ms: f64,
@@ -99,9 +99,9 @@ impl Default for Config {
             request_gap: 50.0,
             rate_sigma: 1.0,
             buckets: BucketCount::PUBLISHED,
-            tables: TableDraw::Balanced,
+            tables: IndirectionTableDraw::Balanced,
             report_ms: 100.0,
-            alpha: Alpha::PUBLISHED,
+            alpha: SmoothingWeight::PUBLISHED,
             report_phase: ReportPhase::Aligned,
             window_ms: 1_000.0,
             seconds: 20.0,
@@ -138,15 +138,15 @@ impl Config {
 
     /// Returns the duration of the warm-up (s).
     fn warm_up_seconds(&self) -> f64 {
-        let life = (self.requests_per_connection - 1.0) * self.request_gap * self.unit_us / 1e6;
-        (self.seconds / 10.0).max(2.0 * life)
+        let mean_connection_seconds = (self.requests_per_connection - 1.0) * self.request_gap * self.unit_us / 1e6;
+        (self.seconds / 10.0).max(2.0 * mean_connection_seconds)
     }
 
     /// Checks the configuration. An error names the value that is out of range, and the range.
     pub fn check(&self) -> Result<(), Error> {
-        let most_servers = ServerId::COUNT as f64;
-        let ranges = [
-            ("servers", f64::from(self.servers), 1.0, most_servers),
+        let max_servers = ServerId::COUNT as f64;
+        let allowed_ranges = [
+            ("servers", f64::from(self.servers), 1.0, max_servers),
             ("servers x cores", f64::from(self.servers) * f64::from(self.cores), 1.0, f64::from(crate::lb::MAX_CORES)),
             ("unit-us", self.unit_us, 1e-3, 1e9),
             ("requests-per-connection", self.requests_per_connection, 1.0, 1e9),
@@ -160,16 +160,16 @@ impl Config {
             ("seeds", self.seeds.len() as f64, 1.0, 1e4),
         ];
         if let Some((name, value, low, high)) =
-            ranges.into_iter().find(|(_, value, low, high)| !(low..=high).contains(&value))
+            allowed_ranges.into_iter().find(|(_, value, low, high)| !(low..=high).contains(&value))
         {
             return Err(OutOfRange { name, value: value.to_string(), expected: format!("{low} to {high}") }.into());
         }
         for dispatch in &self.dispatch_policies {
-            self.check_server(dispatch)?;
+            self.check_server_config(dispatch)?;
         }
-        let known = policy::names();
-        if let Some(unknown) = self.policies.iter().find(|name| !known.contains(&name.as_str())) {
-            return Err(UnknownName::new("policy", unknown, known).into());
+        let known_policies = policy::names();
+        if let Some(unknown) = self.policies.iter().find(|name| !known_policies.contains(&name.as_str())) {
+            return Err(UnknownName::new("policy", unknown, known_policies).into());
         }
         let needed = (2.0 * self.warm_up_seconds()).max(self.warm_up_seconds() + 2.0 * self.window_ms / 1e3);
         if self.seconds < needed {
@@ -178,11 +178,11 @@ impl Config {
         Ok(())
     }
 
-    fn check_server(&self, policy: &Policy) -> Result<(), Error> {
+    fn check_server_config(&self, policy: &Policy) -> Result<(), Error> {
         let Self { cores, latency, load, .. } = *self;
-        let server = rpc::Config { policy: policy.clone(), cores, latency, load, ..rpc::Config::default() };
-        let server = rpc::Config { service: self.service.clone(), ..server };
-        Ok(server.check_stable(self.buckets.get())?)
+        let server_config = rpc::Config { policy: policy.clone(), cores, latency, load, ..rpc::Config::default() };
+        let server_config = rpc::Config { service: self.service.clone(), ..server_config };
+        Ok(server_config.check_stable(self.buckets.get())?)
     }
 }
 
@@ -198,14 +198,15 @@ pub fn run(config: &Config) -> Result<Outcome, Error> {
         .iter()
         .flat_map(|(policy, dispatch)| config.seeds.iter().map(move |seed| (*policy, *dispatch, *seed)))
         .collect();
-    let measured = par_map_ordered(&runs, |(policy, dispatch, seed)| {
+    let seed_outcomes = par_map_ordered(&runs, |(policy, dispatch, seed)| {
         Ok::<_, Error>(Simulation::new(config, policy, dispatch, *seed)?.run())
     });
-    let measured: Vec<SeedResult> = measured.into_iter().collect::<Result<_, _>>()?;
-    let combination = |((policy, dispatch), seeds): (&(&String, &Policy), &[SeedResult])| {
-        Combination::new(policy, &dispatch.to_string(), seeds)
+    let seed_results: Vec<SeedResult> = seed_outcomes.into_iter().collect::<Result<_, _>>()?;
+    let build_combination = |((policy, dispatch), seeds): (&(&String, &Policy), &[SeedResult])| {
+        CombinationOutcome::new(policy, &dispatch.to_string(), seeds)
     };
-    let requests = measured.iter().map(|run| run.requests).sum::<u64>() / measured.len() as u64;
-    let combinations = combinations.iter().zip(measured.chunks(config.seeds.len())).filter_map(combination).collect();
+    let requests = seed_results.iter().map(|run| run.request_count).sum::<u64>() / seed_results.len() as u64;
+    let combinations =
+        combinations.iter().zip(seed_results.chunks(config.seeds.len())).filter_map(build_combination).collect();
     Ok(Outcome { combinations, requests, unit_us: config.unit_us })
 }

@@ -16,12 +16,12 @@ pub struct SeedResult {
     pub server_variance_pct: f64,
     /// Variance of the cores' busy times relative to their mean, averaged over the windows (%).
     pub core_variance_pct: f64,
-    pub requests: u64,
+    pub request_count: u64,
 }
 
 /// Results of one combination of policies over all seeds. Latencies are in units of service time.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Combination {
+pub struct CombinationOutcome {
     pub policy: String,
     /// Policy by which a server assigns requests to its cores.
     pub dispatch: String,
@@ -40,20 +40,21 @@ pub struct Combination {
     pub core_variance_pct: SeedSummary,
 }
 
-impl Combination {
+impl CombinationOutcome {
     /// Summarizes the results of all seeds; `None` without seeds.
-    pub fn new(policy: &str, dispatch: &str, seeds: &[SeedResult]) -> Option<Self> {
-        let spread = |of: fn(&SeedResult) -> f64| SeedSummary::of(&seeds.iter().map(of).collect::<Vec<_>>());
+    pub fn new(policy: &str, dispatch: &str, seed_results: &[SeedResult]) -> Option<Self> {
+        let summarize =
+            |of: fn(&SeedResult) -> f64| SeedSummary::from_values(&seed_results.iter().map(of).collect::<Vec<_>>());
         Some(Self {
             policy: policy.to_owned(),
             dispatch: dispatch.to_owned(),
-            mean: spread(|seed| seed.latency.mean)?,
-            p50: spread(|seed| seed.latency.p50)?,
-            p90: spread(|seed| seed.latency.p90)?,
-            p99: spread(|seed| seed.latency.p99)?,
-            p999: spread(|seed| seed.latency.p999)?,
-            server_variance_pct: spread(|seed| seed.server_variance_pct)?,
-            core_variance_pct: spread(|seed| seed.core_variance_pct)?,
+            mean: summarize(|seed| seed.latency.mean)?,
+            p50: summarize(|seed| seed.latency.p50)?,
+            p90: summarize(|seed| seed.latency.p90)?,
+            p99: summarize(|seed| seed.latency.p99)?,
+            p999: summarize(|seed| seed.latency.p999)?,
+            server_variance_pct: summarize(|seed| seed.server_variance_pct)?,
+            core_variance_pct: summarize(|seed| seed.core_variance_pct)?,
         })
     }
 }
@@ -61,7 +62,7 @@ impl Combination {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Outcome {
     /// Results of each policy of the load balancer combined with each policy inside the servers.
-    pub combinations: Vec<Combination>,
+    pub combinations: Vec<CombinationOutcome>,
     /// Number of requests that arrived, as the mean over the seeds.
     pub requests: u64,
     /// Duration of the unit of service time (us).
@@ -74,13 +75,14 @@ impl Printable for Outcome {
     }
 
     fn rows(&self) -> Vec<Vec<String>> {
-        let row = |combination: &Combination| {
-            let Combination { mean, p50, p90, p99, p999, server_variance_pct, core_variance_pct, .. } = combination;
-            let figures = [mean, p50, p90, p99, p999, server_variance_pct, core_variance_pct];
+        let combination_row = |combination: &CombinationOutcome| {
+            let CombinationOutcome { mean, p50, p90, p99, p999, server_variance_pct, core_variance_pct, .. } =
+                combination;
+            let statistics = [mean, p50, p90, p99, p999, server_variance_pct, core_variance_pct];
             let names = [combination.policy.clone(), combination.dispatch.clone()];
-            names.into_iter().chain(figures.map(|figure| format!("{:.3}", figure.median))).collect()
+            names.into_iter().chain(statistics.map(|figure| format!("{:.3}", figure.median))).collect()
         };
-        self.combinations.iter().map(row).collect()
+        self.combinations.iter().map(combination_row).collect()
     }
 
     fn remarks(&self) -> Vec<String> {

@@ -7,13 +7,13 @@ use coreward_model::statistics::{mean, variance_pct};
 use rand::Rng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
 
-use super::traffic::{ConnectionId, Event, Traffic};
+use super::traffic::{ConnectionId, Traffic, TrafficEvent};
 use super::{Config, Error, ReportPhase, SeedResult};
 use crate::names::UnknownName;
-use crate::rpc::outcome::{Observer as _, Recorder};
-use crate::rpc::server::{Request, Response, Server, ServerSpec, ServerVisitor, Sink};
+use crate::rpc::outcome::{LatencyRecorder, Observer as _};
+use crate::rpc::server::{Request, Response, ResponseSink, Server, ServerSpec, ServerVisitor};
 use crate::rpc::ticks::{NEVER, Tick, to_ticks};
-use crate::rpc::{Policy, Sampler};
+use crate::rpc::{Policy, ServiceTimeSampler};
 
 /// Streams of [`seeded_rng`] for servers, service times, hashes and the phases of reports.
 const RNG_STREAM_SERVERS: u64 = 0x7061_7411;
@@ -24,32 +24,32 @@ const RNG_STREAM_REPORT_PHASES: u64 = 0x7061_7414;
 /// Simulated fleet with its servers and traffic.
 pub struct Simulation<'a> {
     config: &'a Config,
-    dispatch: &'a Policy,
+    dispatch_policy: &'a Policy,
     placement: Box<dyn Placement>,
     fleet: SimulatedCluster,
     servers: Vec<Box<dyn Server<ResponseTracker>>>,
     traffic: Traffic,
-    sampler: Sampler,
+    service_time_sampler: ServiceTimeSampler,
     service_rng: Xoshiro256PlusPlus,
     hash_rng: Xoshiro256PlusPlus,
-    answers: ResponseTracker,
-    readings: Vec<CoreReading>,
-    requests: u64,
-    windows: Windows,
+    response_tracker: ResponseTracker,
+    core_readings: Vec<CoreReading>,
+    request_count: u64,
+    window_results: WindowResults,
 }
 
 /// Last reading of the busy times of a server's cores by its agent.
 #[derive(Debug, Clone)]
 struct CoreReading {
-    next_read: Tick,
+    next_read_at: Tick,
     /// Time of the last reading.
-    last_read: Option<Tick>,
-    busy: Vec<Tick>,
+    last_read_at: Option<Tick>,
+    core_busy_times: Vec<Tick>,
 }
 
 /// Tracker of responses and of open connections.
 struct ResponseTracker {
-    recorder: Recorder,
+    recorder: LatencyRecorder,
     connections: Vec<Connection>,
     /// Ids of closed connections, for reuse.
     free_ids: Vec<ConnectionId>,
@@ -67,7 +67,7 @@ struct Connection {
     has_last_arrived: bool,
 }
 
-impl Sink for ResponseTracker {
+impl ResponseSink for ResponseTracker {
     fn handle_response(&mut self, response: &Response) {
         self.recorder.handle_response(response);
         let id = ConnectionId(response.request.connection);
@@ -81,7 +81,7 @@ impl Sink for ResponseTracker {
 }
 
 impl ResponseTracker {
-    fn open(&mut self, server: u16, flow_hash: u32) -> ConnectionId {
+    fn open_connection(&mut self, server: u16, flow_hash: u32) -> ConnectionId {
         self.open_connections[usize::from(server)] += 1;
         let connection = Connection { server, flow_hash, unanswered: 0, has_last_arrived: false };
         let Some(id) = self.free_ids.pop() else {
@@ -95,8 +95,8 @@ impl ResponseTracker {
 
 /// Cores' busy times at the start of the current window, and the results of all measured windows.
 #[derive(Debug)]
-struct Windows {
-    busy_before: Vec<Tick>,
+struct WindowResults {
+    busy_at_window_start: Vec<Tick>,
     server_variance_pct: Vec<f64>,
     core_variance_pct: Vec<f64>,
 }
@@ -104,7 +104,7 @@ struct Windows {
 /// Visitor that puts a server into a box.
 struct BoxServer;
 
-impl<S: Sink> ServerVisitor<S> for BoxServer {
+impl<S: ResponseSink> ServerVisitor<S> for BoxServer {
     type Output = Box<dyn Server<S>>;
 
     fn visit(self, server: impl Server<S> + 'static) -> Box<dyn Server<S>> {
@@ -114,118 +114,122 @@ impl<S: Sink> ServerVisitor<S> for BoxServer {
 
 impl<'a> Simulation<'a> {
     /// Creates a simulation of the load balancer's `policy` with `dispatch_policy` inside the servers.
-    pub fn new(config: &'a Config, policy: &str, dispatch: &'a Policy, seed: u64) -> Result<Self, Error> {
+    pub fn new(config: &'a Config, policy: &str, dispatch_policy: &'a Policy, seed: u64) -> Result<Self, Error> {
         let mut rng = seeded_rng(seed, RNG_STREAM_SERVERS);
         let Config { servers, cores, buckets, alpha, tables, .. } = *config;
-        let plan =
-            FleetShape { server_count: servers, cores_per_server: cores, buckets, alpha, tables }.draw_plan(&mut rng);
+        let plan = FleetShape { server_count: servers, cores_per_server: cores, bucket_count: buckets, alpha, tables }
+            .draw_plan(&mut rng);
         let mut fleet = SimulatedCluster::new(plan).expect("as many entries as buckets");
         if config.requests_per_connection == 1.0 {
             fleet.count_placements_as_requests();
         }
-        let unknown = |_| UnknownName::new("policy", policy, policy::names());
-        let classes = config.service.class_times().len();
+        let unknown_policy_error = |_| UnknownName::new("policy", policy, policy::names());
+        let class_count = config.service.class_times().len();
         let mut rng = seeded_rng(seed, RNG_STREAM_REPORT_PHASES);
-        let report = config.seconds_to_ticks(config.report_ms / 1e3);
-        let mut reading = |_| {
-            let next_read = match config.report_phase {
+        let report_interval = config.seconds_to_ticks(config.report_ms / 1e3);
+        let mut initial_reading = |_| {
+            let next_read_at = match config.report_phase {
                 ReportPhase::Aligned => 0,
-                ReportPhase::Random => report * Tick::from(uniform_below(&mut rng, 1000)) / 1000,
+                ReportPhase::Random => report_interval * Tick::from(uniform_below(&mut rng, 1000)) / 1000,
             };
-            CoreReading { next_read, last_read: None, busy: vec![0; usize::from(config.cores)] }
+            CoreReading { next_read_at, last_read_at: None, core_busy_times: vec![0; usize::from(config.cores)] }
         };
-        let server = |position| {
+        let build_server = |position| {
             let spec = ServerSpec {
-                policy: dispatch,
+                policy: dispatch_policy,
                 cores: config.cores,
-                classes: classes as u8,
+                class_count: class_count as u8,
                 latency: to_ticks(config.latency),
                 indirection_table: fleet.indirection_table(position),
             };
             spec.build(BoxServer)
         };
         Ok(Self {
-            placement: policy::policy_by_name(policy, seed).map_err(unknown)?,
-            servers: (0..usize::from(config.servers)).map(server).collect(),
+            placement: policy::policy_by_name(policy, seed).map_err(unknown_policy_error)?,
+            servers: (0..usize::from(config.servers)).map(build_server).collect(),
             traffic: Traffic::new(config, seed),
-            sampler: config.service.sampler(),
+            service_time_sampler: config.service.sampler(),
             service_rng: seeded_rng(seed, RNG_STREAM_SERVICES),
             hash_rng: seeded_rng(seed, RNG_STREAM_HASHES),
-            answers: ResponseTracker {
-                recorder: Recorder::new(classes, None),
+            response_tracker: ResponseTracker {
+                recorder: LatencyRecorder::new(class_count, None),
                 connections: Vec::new(),
                 free_ids: Vec::new(),
                 open_connections: vec![0; usize::from(config.servers)],
             },
-            readings: (0..config.servers).map(&mut reading).collect(),
-            requests: 0,
-            windows: Windows {
-                busy_before: vec![0; fleet.core_count()],
+            core_readings: (0..config.servers).map(&mut initial_reading).collect(),
+            request_count: 0,
+            window_results: WindowResults {
+                busy_at_window_start: vec![0; fleet.core_count()],
                 server_variance_pct: Vec::new(),
                 core_variance_pct: Vec::new(),
             },
             config,
-            dispatch,
+            dispatch_policy,
             fleet,
         })
     }
 
     pub fn run(mut self) -> SeedResult {
-        let of_seconds = |seconds: f64| self.config.seconds_to_ticks(seconds);
-        let [end, warm_up] = [self.config.seconds, self.config.warm_up_seconds()].map(of_seconds);
-        let [report, window] = [self.config.report_ms / 1e3, self.config.window_ms / 1e3].map(of_seconds);
-        let report = report.max(1);
+        let seconds_to_ticks = |seconds: f64| self.config.seconds_to_ticks(seconds);
+        let [end, warm_up] = [self.config.seconds, self.config.warm_up_seconds()].map(seconds_to_ticks);
+        let [report, window] = [self.config.report_ms / 1e3, self.config.window_ms / 1e3].map(seconds_to_ticks);
+        let report_interval = report.max(1);
         let (mut next_report, mut next_window, mut measuring) = (0, warm_up, false);
-        let mut reading = self.next_server_to_read();
+        let mut server_to_read = self.next_server_to_read();
         loop {
-            let now =
-                self.traffic.next_event_time().min(next_report).min(next_window).min(self.readings[reading].next_read);
+            let now = self
+                .traffic
+                .next_event_time()
+                .min(next_report)
+                .min(next_window)
+                .min(self.core_readings[server_to_read].next_read_at);
             if now > end {
                 break;
             }
             if now == next_window {
                 self.close_window(now, measuring);
                 if !measuring {
-                    self.answers.recorder.measure_from(now);
+                    self.response_tracker.recorder.measure_from(now);
                     measuring = true;
                 }
                 next_window += window.max(1);
-            } else if now == self.readings[reading].next_read {
-                self.read(reading, now);
-                self.readings[reading].next_read += report;
-                reading = self.next_server_to_read();
+            } else if now == self.core_readings[server_to_read].next_read_at {
+                self.read_core_busy_times(server_to_read, now);
+                self.core_readings[server_to_read].next_read_at += report_interval;
+                server_to_read = self.next_server_to_read();
             } else if now == next_report {
                 self.rebuild_table(now);
-                next_report += report;
+                next_report += report_interval;
             } else {
                 self.handle_event(now);
             }
         }
         for server in &mut self.servers {
-            server.advance(NEVER - 1, &mut self.answers);
+            server.advance(NEVER - 1, &mut self.response_tracker);
         }
         SeedResult {
-            latency: self.answers.recorder.all().expect("requests come after the warm-up"),
-            server_variance_pct: mean(&self.windows.server_variance_pct).unwrap_or(0.0),
-            core_variance_pct: mean(&self.windows.core_variance_pct).unwrap_or(0.0),
-            requests: self.requests,
+            latency: self.response_tracker.recorder.all().expect("requests come after the warm-up"),
+            server_variance_pct: mean(&self.window_results.server_variance_pct).unwrap_or(0.0),
+            core_variance_pct: mean(&self.window_results.core_variance_pct).unwrap_or(0.0),
+            request_count: self.request_count,
         }
     }
 
     fn handle_event(&mut self, now: Tick) {
         let id = match self.traffic.pop_event() {
-            Event::Requests(id) => id,
-            Event::Opens(tuple) => {
+            TrafficEvent::NextRequest(id) => id,
+            TrafficEvent::ConnectionOpened(tuple) => {
                 let server = self.fleet.place(&tuple) / usize::from(self.config.cores);
                 // Also closes the connections that have ended by now.
-                self.servers[server].advance(now, &mut self.answers);
-                let id = self.answers.open(server as u16, self.fleet.rss_hash(&tuple));
+                self.servers[server].advance(now, &mut self.response_tracker);
+                let id = self.response_tracker.open_connection(server as u16, self.fleet.rss_hash(&tuple));
                 self.traffic.open_connection(id);
                 id
             }
         };
-        let (class, work) = self.sampler.sample(&mut self.service_rng);
-        let connection = &mut self.answers.connections[id.0 as usize];
+        let (class, work) = self.service_time_sampler.sample(&mut self.service_rng);
+        let connection = &mut self.response_tracker.connections[id.0 as usize];
         connection.unanswered += 1;
         connection.has_last_arrived = !self.traffic.has_more_requests(id);
         let server = &mut self.servers[usize::from(connection.server)];
@@ -236,65 +240,73 @@ impl<'a> Simulation<'a> {
             flow_hash: connection.flow_hash,
             connection: id.0,
             class,
-            service: self.dispatch.priorities().service_of_class(class),
+            service: self.dispatch_policy.priorities().service_of_class(class),
         };
-        server.advance(now, &mut self.answers);
+        server.advance(now, &mut self.response_tracker);
         server.offer(request);
-        self.requests += 1;
+        self.request_count += 1;
     }
 
     /// Returns how long each core has been busy until now (ticks).
     fn busy_times(&mut self, now: Tick) -> Vec<Tick> {
-        let mut busy = Vec::with_capacity(self.windows.busy_before.len());
+        let mut busy_times = Vec::with_capacity(self.window_results.busy_at_window_start.len());
         for server in &mut self.servers {
-            server.advance(now, &mut self.answers);
-            busy.extend(server.busy_times(now));
+            server.advance(now, &mut self.response_tracker);
+            busy_times.extend(server.busy_times(now));
         }
-        busy
+        busy_times
     }
 
     /// Returns the server whose agent reads its cores next.
     fn next_server_to_read(&self) -> usize {
-        let by_time = self.readings.iter().enumerate().min_by_key(|(_, reading)| reading.next_read);
-        by_time.expect("at least one server").0
+        let next_reading = self.core_readings.iter().enumerate().min_by_key(|(_, reading)| reading.next_read_at);
+        next_reading.expect("at least one server").0
     }
 
     /// Reads the busy times of a server's cores, as its agent does. If each request is placed separately and ignores
     /// the predicted core, all cores get the mean.
-    fn read(&mut self, position: usize, now: Tick) {
-        let server = &mut self.servers[position];
-        server.advance(now, &mut self.answers);
-        let mut busy: Vec<Tick> = server.busy_times(now).to_vec();
-        if self.config.requests_per_connection == 1.0 && !self.dispatch.follows_rss() {
-            let mean = busy.iter().sum::<Tick>() / busy.len() as Tick;
-            busy.fill(mean);
+    fn read_core_busy_times(&mut self, server_index: usize, now: Tick) {
+        let server = &mut self.servers[server_index];
+        server.advance(now, &mut self.response_tracker);
+        let mut busy_times: Vec<Tick> = server.busy_times(now).to_vec();
+        if self.config.requests_per_connection == 1.0 && !self.dispatch_policy.follows_rss() {
+            let mean_busy_time = busy_times.iter().sum::<Tick>() / busy_times.len() as Tick;
+            busy_times.fill(mean_busy_time);
         }
-        let reading = &mut self.readings[position];
-        (reading.last_read, reading.busy) = (Some(now), busy);
+        let reading = &mut self.core_readings[server_index];
+        (reading.last_read_at, reading.core_busy_times) = (Some(now), busy_times);
     }
 
     /// Computes a placement table from the agents' last readings.
     fn rebuild_table(&mut self, now: Tick) {
         for server in &mut self.servers {
-            server.advance(now, &mut self.answers);
+            server.advance(now, &mut self.response_tracker);
         }
         let ns_per_unit = self.config.unit_us * 1e3;
-        let ns = |time: Tick| (crate::rpc::ticks::to_units(time) * ns_per_unit) as u64;
-        let busy_ns: Vec<u64> = self.readings.iter().flat_map(|reading| &reading.busy).map(|busy| ns(*busy)).collect();
-        let measured_ns: Vec<Option<u64>> = self.readings.iter().map(|reading| reading.last_read.map(ns)).collect();
-        self.fleet.report_measured_at(&measured_ns, &busy_ns, &self.answers.open_connections, self.placement.as_mut());
+        let to_ns = |time: Tick| (crate::rpc::ticks::to_units(time) * ns_per_unit) as u64;
+        let busy_ns: Vec<u64> =
+            self.core_readings.iter().flat_map(|reading| &reading.core_busy_times).map(|busy| to_ns(*busy)).collect();
+        let measured_ns: Vec<Option<u64>> =
+            self.core_readings.iter().map(|reading| reading.last_read_at.map(to_ns)).collect();
+        self.fleet.report_measured_at(
+            &measured_ns,
+            &busy_ns,
+            &self.response_tracker.open_connections,
+            self.placement.as_mut(),
+        );
     }
 
-    fn close_window(&mut self, now: Tick, measured: bool) {
-        let busy = self.busy_times(now);
-        let within = |(busy, before): (&Tick, &Tick)| (busy - before) as f64;
-        let of_cores: Vec<f64> = busy.iter().zip(&self.windows.busy_before).map(within).collect();
-        self.windows.busy_before = busy;
-        if measured {
-            let of_servers: Vec<f64> =
-                of_cores.chunks(usize::from(self.config.cores)).map(|cores| cores.iter().sum()).collect();
-            self.windows.server_variance_pct.extend(variance_pct(&of_servers));
-            self.windows.core_variance_pct.extend(variance_pct(&of_cores));
+    fn close_window(&mut self, now: Tick, is_measured: bool) {
+        let busy_times = self.busy_times(now);
+        let increase = |(busy, before): (&Tick, &Tick)| (busy - before) as f64;
+        let core_busy_times: Vec<f64> =
+            busy_times.iter().zip(&self.window_results.busy_at_window_start).map(increase).collect();
+        self.window_results.busy_at_window_start = busy_times;
+        if is_measured {
+            let server_busy_times: Vec<f64> =
+                core_busy_times.chunks(usize::from(self.config.cores)).map(|cores| cores.iter().sum()).collect();
+            self.window_results.server_variance_pct.extend(variance_pct(&server_busy_times));
+            self.window_results.core_variance_pct.extend(variance_pct(&core_busy_times));
         }
     }
 }
@@ -306,34 +318,35 @@ mod tests {
     #[test]
     fn requests_reach_the_predicted_core_under_rss() {
         let config = Config { requests_per_connection: 3.0, seconds: 1.0, ..Config::default() };
-        let new = || Simulation::new(&config, "hash", &Policy::Rss, 7).unwrap();
-        let (mut simulation, mut reference) = (new(), new());
+        let new_simulation = || Simulation::new(&config, "hash", &Policy::Rss, 7).unwrap();
+        let (mut simulation, mut reference) = (new_simulation(), new_simulation());
         let end = simulation.traffic.next_event_time() + 300 * to_ticks(1.0);
-        let mut expected = vec![0; simulation.fleet.core_count()];
-        let mut cores = Vec::new();
+        let mut expected_busy_times = vec![0; simulation.fleet.core_count()];
+        let mut predicted_cores = Vec::new();
         for simulation in [&mut simulation, &mut reference] {
-            simulation.read(0, 0);
+            simulation.read_core_busy_times(0, 0);
             simulation.rebuild_table(0);
         }
         while simulation.traffic.next_event_time() < end {
             let now = simulation.traffic.next_event_time();
             simulation.handle_event(now);
             let id = match reference.traffic.pop_event() {
-                Event::Requests(id) => id,
-                Event::Opens(tuple) => {
+                TrafficEvent::NextRequest(id) => id,
+                TrafficEvent::ConnectionOpened(tuple) => {
                     // The reference never reuses ids.
-                    let id = ConnectionId(cores.len() as u32);
-                    cores.push(reference.fleet.place(&tuple));
+                    let id = ConnectionId(predicted_cores.len() as u32);
+                    predicted_cores.push(reference.fleet.place(&tuple));
                     reference.traffic.open_connection(id);
                     id
                 }
             };
-            expected[cores[id.0 as usize]] += reference.sampler.sample(&mut reference.service_rng).1;
+            expected_busy_times[predicted_cores[id.0 as usize]] +=
+                reference.service_time_sampler.sample(&mut reference.service_rng).1;
         }
-        assert!(cores.len() > 500);
-        assert_eq!(simulation.busy_times(NEVER - 1), expected);
+        assert!(predicted_cores.len() > 500);
+        assert_eq!(simulation.busy_times(NEVER - 1), expected_busy_times);
         assert!(
-            simulation.answers.open_connections.iter().sum::<u32>() > 0,
+            simulation.response_tracker.open_connections.iter().sum::<u32>() > 0,
             "some connections are to have more requests"
         );
     }

@@ -14,11 +14,11 @@ use crate::rpc::ticks::{NEVER, Tick, to_ticks};
 
 /// Next event of the traffic.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Event {
+pub enum TrafficEvent {
     /// A connection is opened, with its first request.
-    Opens(FourTuple),
+    ConnectionOpened(FourTuple),
     /// A connection sends its next request.
-    Requests(ConnectionId),
+    NextRequest(ConnectionId),
 }
 
 /// Id of an open connection.
@@ -28,7 +28,7 @@ pub struct ConnectionId(pub u32);
 /// Number of remaining requests of a connection, and the mean gap between them (ticks).
 #[derive(Debug, Clone, Copy)]
 struct PendingRequests {
-    requests: u64,
+    request_count: u64,
     mean_gap: f64,
 }
 
@@ -37,14 +37,14 @@ struct PendingRequests {
 #[derive(Debug)]
 pub struct Traffic {
     /// Mean time between two connections (ticks).
-    mean_interval: f64,
+    mean_arrival_interval: f64,
     requests_per_connection: f64,
     mean_request_gap: f64,
     rate_sigma: f64,
-    next_connection: Tick,
-    next_requests: BinaryHeap<Reverse<(Tick, ConnectionId)>>,
+    next_connection_at: Tick,
+    scheduled_requests: BinaryHeap<Reverse<(Tick, ConnectionId)>>,
     /// Remaining requests of each connection, by its id.
-    pending: Vec<PendingRequests>,
+    pending_requests: Vec<PendingRequests>,
     connection_rng: Xoshiro256PlusPlus,
     request_rng: Xoshiro256PlusPlus,
 }
@@ -60,38 +60,38 @@ impl Traffic {
         let cores = f64::from(config.servers) * f64::from(config.cores);
         let work_per_connection = config.service.mean() * config.requests_per_connection;
         let mut traffic = Self {
-            mean_interval: work_per_connection / (config.load * cores) * to_ticks(1.0) as f64,
+            mean_arrival_interval: work_per_connection / (config.load * cores) * to_ticks(1.0) as f64,
             requests_per_connection: config.requests_per_connection,
             mean_request_gap: config.request_gap * to_ticks(1.0) as f64,
             rate_sigma: config.rate_sigma,
-            next_connection: 0,
-            next_requests: BinaryHeap::new(),
-            pending: Vec::new(),
+            next_connection_at: 0,
+            scheduled_requests: BinaryHeap::new(),
+            pending_requests: Vec::new(),
             connection_rng: seeded_rng(seed, RNG_STREAM_CONNECTIONS),
             request_rng: seeded_rng(seed, RNG_STREAM_REQUESTS),
         };
-        traffic.next_connection = traffic.draw_interval();
+        traffic.next_connection_at = traffic.draw_interval();
         traffic
     }
 
     fn draw_interval(&mut self) -> Tick {
-        (exponential(&mut self.connection_rng) * self.mean_interval + 0.5) as Tick
+        (exponential(&mut self.connection_rng) * self.mean_arrival_interval + 0.5) as Tick
     }
 
     pub fn next_event_time(&self) -> Tick {
-        self.next_requests.peek().map_or(NEVER, |Reverse((at, _))| *at).min(self.next_connection)
+        self.scheduled_requests.peek().map_or(NEVER, |Reverse((at, _))| *at).min(self.next_connection_at)
     }
 
-    pub fn pop_event(&mut self) -> Event {
-        if let Some(Reverse((at, id))) = self.next_requests.peek().copied()
-            && at <= self.next_connection
+    pub fn pop_event(&mut self) -> TrafficEvent {
+        if let Some(Reverse((at, id))) = self.scheduled_requests.peek().copied()
+            && at <= self.next_connection_at
         {
-            self.next_requests.pop();
-            self.pending[id.0 as usize].requests -= 1;
-            self.schedule(id, at);
-            return Event::Requests(id);
+            self.scheduled_requests.pop();
+            self.pending_requests[id.0 as usize].request_count -= 1;
+            self.schedule_next_request(id, at);
+            return TrafficEvent::NextRequest(id);
         }
-        Event::Opens(self.draw_tuple())
+        TrafficEvent::ConnectionOpened(self.draw_tuple())
     }
 
     /// Draws a 4-tuple with a random client in 10.0.0.0/8; two connections rarely have the same one.
@@ -103,20 +103,20 @@ impl Traffic {
 
     /// Sets the id of the connection of [`TrafficEvent::ConnectionOpened`]; no other open connection may have it.
     pub fn open_connection(&mut self, id: ConnectionId) {
-        let at = self.next_connection;
-        self.next_connection = at + self.draw_interval();
-        let rest = PendingRequests { requests: self.draw_request_count(), mean_gap: self.draw_gap() };
+        let opened_at = self.next_connection_at;
+        self.next_connection_at = opened_at + self.draw_interval();
+        let pending_requests = PendingRequests { request_count: self.draw_request_count(), mean_gap: self.draw_gap() };
         let index = id.0 as usize;
-        if self.pending.len() <= index {
-            self.pending.resize(index + 1, rest);
+        if self.pending_requests.len() <= index {
+            self.pending_requests.resize(index + 1, pending_requests);
         }
-        self.pending[index] = rest;
-        self.schedule(id, at);
+        self.pending_requests[index] = pending_requests;
+        self.schedule_next_request(id, opened_at);
     }
 
     /// Returns whether the connection has more requests.
     pub fn has_more_requests(&self, id: ConnectionId) -> bool {
-        self.pending[id.0 as usize].requests > 0
+        self.pending_requests[id.0 as usize].request_count > 0
     }
 
     /// Draws the number of requests after the first: geometric, with the configured mean, which includes the first.
@@ -141,11 +141,11 @@ impl Traffic {
     }
 
     /// Schedules the connection's next request after the one at `last_request_at`, if any.
-    fn schedule(&mut self, id: ConnectionId, at: Tick) {
-        let rest = self.pending[id.0 as usize];
-        if rest.requests > 0 {
-            let gap = (exponential(&mut self.request_rng) * rest.mean_gap + 0.5) as Tick;
-            self.next_requests.push(Reverse((at + gap, id)));
+    fn schedule_next_request(&mut self, id: ConnectionId, last_request_at: Tick) {
+        let pending_requests = self.pending_requests[id.0 as usize];
+        if pending_requests.request_count > 0 {
+            let gap = (exponential(&mut self.request_rng) * pending_requests.mean_gap + 0.5) as Tick;
+            self.scheduled_requests.push(Reverse((last_request_at + gap, id)));
         }
     }
 }
@@ -164,15 +164,15 @@ mod tests {
             assert!(traffic.next_event_time() >= last, "time goes on");
             last = traffic.next_event_time();
             requests += 1;
-            if let Event::Opens(_) = traffic.pop_event() {
+            if let TrafficEvent::ConnectionOpened(_) = traffic.pop_event() {
                 traffic.open_connection(ConnectionId(connections));
                 connections += 1;
             }
         }
         // Load 0.5 of 16 cores, 8 requests of mean 1 each; the last connections are incomplete.
-        let per_unit = f64::from(connections) / to_units(last);
-        assert!((per_unit - 1.0).abs() < 0.02, "{per_unit} connections per unit");
-        let each = f64::from(requests) / f64::from(connections);
-        assert!((7.6..8.1).contains(&each), "{each} requests per connection");
+        let connections_per_unit = f64::from(connections) / to_units(last);
+        assert!((connections_per_unit - 1.0).abs() < 0.02, "{connections_per_unit} connections per unit");
+        let requests_per_connection = f64::from(requests) / f64::from(connections);
+        assert!((7.6..8.1).contains(&requests_per_connection), "{requests_per_connection} requests per connection");
     }
 }

@@ -7,7 +7,7 @@ use rand::Rng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
 
 use super::clock::{Nanoseconds, from_seconds, to_seconds};
-use super::mix::Mix;
+use super::mix::ConnectionMix;
 use crate::random::exponential;
 
 /// Stream of [`seeded_rng`] for arrivals, so that every method gets the same connections.
@@ -15,16 +15,16 @@ const RNG_STREAM_ARRIVALS: u64 = 200;
 
 /// Process by which clients open connections.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Arrivals {
+pub enum ArrivalProcess {
     /// Poisson arrivals, at the rate that keeps a mean number of connections open.
-    Open {
+    OpenLoop {
         /// Mean number of open connections.
-        connections: f64,
+        mean_open_connections: f64,
     },
     /// Load generator of Cheetah's Fig. 9 (`includes/httpclient.py` of github.com/cheetahlb/experiments). Every client
     /// has the whole mix as a list of requests, and repeats each request only after its end. Long requests therefore
     /// accumulate, and most new ones are short.
-    ClosedLoop { clients: u32, per_second: RateWave },
+    ClosedLoop { clients: u32, request_rate: RateWave },
 }
 
 /// Rate of requests that rises from a base to a peak and falls again, once.
@@ -55,29 +55,30 @@ impl RateWave {
 /// Source of the connections of one simulation, in the order of their starts.
 #[derive(Debug)]
 pub struct ConnectionSource {
-    arrivals: Arrivals,
-    mix: Mix,
+    arrivals: ArrivalProcess,
+    mix: ConnectionMix,
     rng: Xoshiro256PlusPlus,
     next_start: Nanoseconds,
     warm_up: Nanoseconds,
     /// Kinds of the requests that wait to be sent (closed loop).
-    waiting: VecDeque<u8>,
+    waiting_kinds: VecDeque<u8>,
 }
 
 impl ConnectionSource {
     /// Creates a source whose wave starts at the end of the warm-up.
-    pub fn new(arrivals: Arrivals, mix: &Mix, warm_up: Nanoseconds, seed: u64) -> Self {
+    pub fn new(arrivals: ArrivalProcess, mix: &ConnectionMix, warm_up: Nanoseconds, seed: u64) -> Self {
         let rng = seeded_rng(seed, RNG_STREAM_ARRIVALS);
-        let mut source = Self { arrivals, mix: mix.clone(), rng, next_start: 0, warm_up, waiting: VecDeque::new() };
-        if let Arrivals::ClosedLoop { clients, .. } = arrivals {
-            let mut all: Vec<u8> = (0..clients).flat_map(|_| mix.weighted_kinds().to_vec()).collect();
+        let mut source =
+            Self { arrivals, mix: mix.clone(), rng, next_start: 0, warm_up, waiting_kinds: VecDeque::new() };
+        if let ArrivalProcess::ClosedLoop { clients, .. } = arrivals {
+            let mut kinds: Vec<u8> = (0..clients).flat_map(|_| mix.weighted_kinds().to_vec()).collect();
             // Fisher-Yates shuffle.
-            for last in (1..all.len()).rev() {
-                all.swap(last, uniform_below(&mut source.rng, last as u32 + 1) as usize);
+            for last in (1..kinds.len()).rev() {
+                kinds.swap(last, uniform_below(&mut source.rng, last as u32 + 1) as usize);
             }
-            source.waiting = all.into();
+            source.waiting_kinds = kinds.into();
         }
-        source.schedule_next();
+        source.schedule_next_start();
         source
     }
 
@@ -89,38 +90,38 @@ impl ConnectionSource {
     /// Removes the next connection and returns its identity and kind; `None` if no request waits to be sent.
     pub fn pop_connection(&mut self) -> Option<(u64, u8)> {
         let kind = match self.arrivals {
-            Arrivals::Open { .. } => Some(self.mix.draw(&mut self.rng)),
-            Arrivals::ClosedLoop { .. } => self.waiting.pop_front(),
+            ArrivalProcess::OpenLoop { .. } => Some(self.mix.draw_kind(&mut self.rng)),
+            ArrivalProcess::ClosedLoop { .. } => self.waiting_kinds.pop_front(),
         };
         let identity = self.rng.next_u64();
-        self.schedule_next();
+        self.schedule_next_start();
         Some((identity, kind?))
     }
 
     pub fn connection_ended(&mut self, kind: u8) {
-        if let Arrivals::ClosedLoop { .. } = self.arrivals {
-            self.waiting.push_back(kind);
+        if let ArrivalProcess::ClosedLoop { .. } = self.arrivals {
+            self.waiting_kinds.push_back(kind);
         }
     }
 
-    fn schedule_next(&mut self) {
-        let gap = exponential(&mut self.rng);
+    fn schedule_next_start(&mut self) {
+        let unit_gap = exponential(&mut self.rng);
         let mean_gap = match self.arrivals {
-            Arrivals::Open { connections } => self.mix.mean_duration() / connections,
-            Arrivals::ClosedLoop { per_second, .. } => {
+            ArrivalProcess::OpenLoop { mean_open_connections: connections } => self.mix.mean_duration() / connections,
+            ArrivalProcess::ClosedLoop { request_rate: per_second, .. } => {
                 1e9 / per_second.rate_at(to_seconds(self.next_start) - to_seconds(self.warm_up))
             }
         };
-        self.next_start += (gap * mean_gap).round() as Nanoseconds;
+        self.next_start += (unit_gap * mean_gap).round() as Nanoseconds;
     }
 }
 
 /// Returns the time until connections of the initially empty system have ended: the longest duration in an open loop.
-pub fn settling_time(arrivals: &Arrivals, mix: &Mix) -> Nanoseconds {
+pub fn settling_time(arrivals: &ArrivalProcess, mix: &ConnectionMix) -> Nanoseconds {
     match arrivals {
-        Arrivals::Open { .. } => mix.longest_duration(),
+        ArrivalProcess::OpenLoop { .. } => mix.longest_duration(),
         // The experiment runs for 15 s before its plot begins.
-        Arrivals::ClosedLoop { .. } => from_seconds(15.0),
+        ArrivalProcess::ClosedLoop { .. } => from_seconds(15.0),
     }
 }
 
@@ -129,8 +130,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn open_system_rate_follows_from_the_mean_duration() {
-        let mut source = ConnectionSource::new(Arrivals::Open { connections: 1_000.0 }, &Mix::constant(10.0), 0, 1);
+    fn open_loop_rate_follows_from_the_mean_duration() {
+        let mut source = ConnectionSource::new(
+            ArrivalProcess::OpenLoop { mean_open_connections: 1_000.0 },
+            &ConnectionMix::constant(10.0),
+            0,
+            1,
+        );
         let mut count = 0;
         while source.next() < from_seconds(1_000.0) {
             source.pop_connection().unwrap();
@@ -141,10 +147,11 @@ mod tests {
     }
 
     #[test]
-    fn ended_request_is_sent_again() {
+    fn ended_request_of_a_closed_loop_is_sent_again() {
         let wave = RateWave { base_per_s: 1_000.0, peak_per_s: 2_000.0, duration_s: 40.0 };
-        let mix = Mix::constant(10.0);
-        let mut source = ConnectionSource::new(Arrivals::ClosedLoop { clients: 2, per_second: wave }, &mix, 0, 1);
+        let mix = ConnectionMix::constant(10.0);
+        let mut source =
+            ConnectionSource::new(ArrivalProcess::ClosedLoop { clients: 2, request_rate: wave }, &mix, 0, 1);
         assert!(
             source.pop_connection().is_some() && source.pop_connection().is_some() && source.pop_connection().is_none()
         );

@@ -17,7 +17,7 @@ pub struct PlacedConnection {
 /// Load balancers of a cluster. All of them receive a change of the servers at the same time.
 pub trait Balancer {
     /// Assigns a new connection to a server.
-    fn place(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection;
+    fn place_connection(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection;
 
     /// Counts a connection that was opened on its server.
     fn connection_opened(&mut self, _connection: &Connection, _cluster: &Cluster) {}
@@ -31,7 +31,7 @@ pub trait Balancer {
     fn load_balancers_changed(&mut self, _cluster: &Cluster, _connections: &mut Connections) {}
 
     /// Returns whether [`Balancer::process_reports`] has an effect.
-    fn takes_reports(&self) -> bool {
+    fn uses_reports(&self) -> bool {
         false
     }
 

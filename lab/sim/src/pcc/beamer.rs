@@ -25,9 +25,9 @@ const RNG_STREAM_BUCKET_MOVES: u64 = 204;
 
 /// State of a server with regard to the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum EntryState {
+enum ServerState {
     /// The server is not in the pool.
-    Outside,
+    NotInPool,
     /// The server gets new connections.
     Serving,
     /// The server is in the pool, but above the threshold: other servers have its buckets.
@@ -38,12 +38,12 @@ enum EntryState {
 #[derive(Debug)]
 pub struct Beamer {
     table: BucketTable,
-    entry_states: Vec<EntryState>,
+    server_states: Vec<ServerState>,
     /// Buckets that each server owns. A serving server uses them itself; those of a suspended one are lent to others.
     own_buckets: Vec<Vec<u32>>,
     /// Buckets of suspended servers that each server has borrowed.
     borrowed_buckets: Vec<Vec<u32>>,
-    control: Option<ThresholdControl>,
+    threshold_control: Option<ThresholdControl>,
     rng: Xoshiro256PlusPlus,
 }
 
@@ -57,11 +57,18 @@ pub struct ThresholdControl {
 }
 
 impl Beamer {
-    pub fn new(control: Option<ThresholdControl>, config: &Config, seed: u64) -> Self {
-        let buckets = bucket_count(config.servers, config.buckets_per_server);
-        let table = BucketTable::new(buckets, true, config.by_second);
+    pub fn new(threshold_control: Option<ThresholdControl>, config: &Config, seed: u64) -> Self {
+        let bucket_count = bucket_count(config.servers, config.buckets_per_server);
+        let table = BucketTable::new(bucket_count, true, config.has_second_counts);
         let rng = seeded_rng(seed, RNG_STREAM_BUCKET_MOVES);
-        Self { table, entry_states: Vec::new(), own_buckets: Vec::new(), borrowed_buckets: Vec::new(), control, rng }
+        Self {
+            table,
+            server_states: Vec::new(),
+            own_buckets: Vec::new(),
+            borrowed_buckets: Vec::new(),
+            threshold_control,
+            rng,
+        }
     }
 
     #[cfg(test)]
@@ -69,44 +76,48 @@ impl Beamer {
         &self.table
     }
 
-    fn has_state(&self, server: u16, state: EntryState) -> bool {
-        self.entry_states[usize::from(server)] == state
+    fn has_state(&self, server: u16, state: ServerState) -> bool {
+        self.server_states[usize::from(server)] == state
     }
 
-    fn servers_in_state(&self, matches: impl Fn(EntryState) -> bool) -> Vec<u16> {
-        (0..self.entry_states.len() as u16).filter(|server| matches(self.entry_states[usize::from(*server)])).collect()
+    fn servers_with_state(&self, matches: impl Fn(ServerState) -> bool) -> Vec<u16> {
+        (0..self.server_states.len() as u16)
+            .filter(|server| matches(self.server_states[usize::from(*server)]))
+            .collect()
     }
 
     /// Returns a key that orders servers by their number of buckets, with ties in random order.
-    fn sort_key(&mut self, count: usize, server: u16) -> (usize, u32, u16) {
-        (count, self.rng.next_u32(), server)
+    fn bucket_sort_key(&mut self, bucket_count: usize, server: u16) -> (usize, u32, u16) {
+        (bucket_count, self.rng.next_u32(), server)
     }
 
     /// Lends the buckets to the serving servers with the fewest buckets.
-    fn lend(&mut self, buckets: Vec<u32>) {
-        let count = |beamer: &Self, server: u16| {
+    fn lend_buckets(&mut self, buckets: Vec<u32>) {
+        let used_bucket_count = |beamer: &Self, server: u16| {
             beamer.own_buckets[usize::from(server)].len() + beamer.borrowed_buckets[usize::from(server)].len()
         };
-        let serving = self.servers_in_state(|state| state == EntryState::Serving);
-        let mut fewest: BinaryHeap<_> =
-            serving.into_iter().map(|server| Reverse(self.sort_key(count(self, server), server))).collect();
+        let serving_servers = self.servers_with_state(|state| state == ServerState::Serving);
+        let mut fewest_buckets_first: BinaryHeap<_> = serving_servers
+            .into_iter()
+            .map(|server| Reverse(self.bucket_sort_key(used_bucket_count(self, server), server)))
+            .collect();
         for bucket in buckets {
-            let Reverse((had, _, taker)) = fewest.pop().expect("one server always serves");
+            let Reverse((had, _, taker)) = fewest_buckets_first.pop().expect("one server always serves");
             self.borrowed_buckets[usize::from(taker)].push(bucket);
             self.table.assign(bucket as usize, taker);
-            fewest.push(Reverse(self.sort_key(had + 1, taker)));
+            fewest_buckets_first.push(Reverse(self.bucket_sort_key(had + 1, taker)));
         }
     }
 
-    fn suspend(&mut self, server: u16) {
-        self.entry_states[usize::from(server)] = EntryState::Suspended;
+    fn suspend_server(&mut self, server: u16) {
+        self.server_states[usize::from(server)] = ServerState::Suspended;
         let mut buckets = std::mem::take(&mut self.borrowed_buckets[usize::from(server)]);
         buckets.extend_from_slice(&self.own_buckets[usize::from(server)]);
-        self.lend(buckets);
+        self.lend_buckets(buckets);
     }
 
-    fn resume(&mut self, server: u16) {
-        self.entry_states[usize::from(server)] = EntryState::Serving;
+    fn resume_server(&mut self, server: u16) {
+        self.server_states[usize::from(server)] = ServerState::Serving;
         for position in 0..self.own_buckets[usize::from(server)].len() {
             let bucket = self.own_buckets[usize::from(server)][position];
             self.return_bucket(bucket);
@@ -117,72 +128,75 @@ impl Beamer {
     /// Returns a borrowed bucket to its owner.
     fn return_bucket(&mut self, bucket: u32) {
         let borrower = self.table.server(bucket as usize);
-        let borrowed = &mut self.borrowed_buckets[usize::from(borrower)];
+        let borrowed_buckets = &mut self.borrowed_buckets[usize::from(borrower)];
         let position =
-            borrowed.iter().position(|other| *other == bucket).expect("a suspended server's buckets are lent");
-        borrowed.swap_remove(position);
+            borrowed_buckets.iter().position(|other| *other == bucket).expect("a suspended server's buckets are lent");
+        borrowed_buckets.swap_remove(position);
     }
 
     /// Removes a server from the pool. Its own buckets go to the servers that own the fewest buckets.
     fn remove_server(&mut self, server: u16) {
-        if self.has_state(server, EntryState::Serving)
-            && self.servers_in_state(|other| other == EntryState::Serving).len() == 1
+        if self.has_state(server, ServerState::Serving)
+            && self.servers_with_state(|other| other == ServerState::Serving).len() == 1
         {
             // If all other servers are above the threshold, one of them must serve.
-            let suspended = self.servers_in_state(|other| other == EntryState::Suspended);
-            let drawn = uniform_below(&mut self.rng, suspended.len() as u32);
-            self.resume(suspended[drawn as usize]);
+            let suspended_servers = self.servers_with_state(|other| other == ServerState::Suspended);
+            let drawn_index = uniform_below(&mut self.rng, suspended_servers.len() as u32);
+            self.resume_server(suspended_servers[drawn_index as usize]);
         }
-        let was_suspended = self.has_state(server, EntryState::Suspended);
-        self.entry_states[usize::from(server)] = EntryState::Outside;
-        let borrowed = std::mem::take(&mut self.borrowed_buckets[usize::from(server)]);
-        self.lend(borrowed);
-        let heirs = self.servers_in_state(|state| state != EntryState::Outside);
-        let mut fewest: BinaryHeap<_> = heirs
+        let was_suspended = self.has_state(server, ServerState::Suspended);
+        self.server_states[usize::from(server)] = ServerState::NotInPool;
+        let borrowed_buckets = std::mem::take(&mut self.borrowed_buckets[usize::from(server)]);
+        self.lend_buckets(borrowed_buckets);
+        let pool_servers = self.servers_with_state(|state| state != ServerState::NotInPool);
+        let mut fewest_buckets_first: BinaryHeap<_> = pool_servers
             .into_iter()
-            .map(|heir| Reverse(self.sort_key(self.own_buckets[usize::from(heir)].len(), heir)))
+            .map(|heir| Reverse(self.bucket_sort_key(self.own_buckets[usize::from(heir)].len(), heir)))
             .collect();
         for bucket in std::mem::take(&mut self.own_buckets[usize::from(server)]) {
-            let Reverse((had, _, heir)) = fewest.pop().expect("the last server never leaves");
-            if was_suspended && self.has_state(heir, EntryState::Serving) {
+            let Reverse((had, _, heir)) = fewest_buckets_first.pop().expect("the last server never leaves");
+            if was_suspended && self.has_state(heir, ServerState::Serving) {
                 self.return_bucket(bucket);
             }
             self.own_buckets[usize::from(heir)].push(bucket);
-            match self.has_state(heir, EntryState::Serving) {
+            match self.has_state(heir, ServerState::Serving) {
                 true => self.table.assign(bucket as usize, heir),
                 false if was_suspended => (),
-                false => self.lend(vec![bucket]),
+                false => self.lend_buckets(vec![bucket]),
             }
-            fewest.push(Reverse(self.sort_key(had + 1, heir)));
+            fewest_buckets_first.push(Reverse(self.bucket_sort_key(had + 1, heir)));
         }
     }
 
     /// Adds a server to the pool, which gets its share of buckets from the servers that own the most.
     fn add_server(&mut self, server: u16) {
-        let others = self.servers_in_state(|state| state != EntryState::Outside);
-        self.entry_states[usize::from(server)] = EntryState::Serving;
-        let share = self.table.len() / (others.len() + 1);
-        let mut most: BinaryHeap<_> =
-            others.into_iter().map(|other| self.sort_key(self.own_buckets[usize::from(other)].len(), other)).collect();
-        for _ in 0..share {
-            let (had, _, giver) = most.pop().expect("there are other servers");
+        let other_servers = self.servers_with_state(|state| state != ServerState::NotInPool);
+        self.server_states[usize::from(server)] = ServerState::Serving;
+        let bucket_share = self.table.len() / (other_servers.len() + 1);
+        let mut most_buckets_first: BinaryHeap<_> = other_servers
+            .into_iter()
+            .map(|other| self.bucket_sort_key(self.own_buckets[usize::from(other)].len(), other))
+            .collect();
+        for _ in 0..bucket_share {
+            let (had, _, giver) = most_buckets_first.pop().expect("there are other servers");
             let position = uniform_below(&mut self.rng, had as u32) as usize;
             let bucket = self.own_buckets[usize::from(giver)].swap_remove(position);
-            if self.has_state(giver, EntryState::Suspended) {
+            if self.has_state(giver, ServerState::Suspended) {
                 self.return_bucket(bucket);
             }
             self.own_buckets[usize::from(server)].push(bucket);
             self.table.assign(bucket as usize, server);
-            most.push(self.sort_key(had - 1, giver));
+            most_buckets_first.push(self.bucket_sort_key(had - 1, giver));
         }
     }
 
-    fn fill(&mut self, cluster: &Cluster) {
-        let count = cluster.server_count();
-        let state = |server: u16| if cluster.is_member(server) { EntryState::Serving } else { EntryState::Outside };
-        self.entry_states = (0..count as u16).map(state).collect();
-        self.own_buckets = vec![Vec::new(); count];
-        self.borrowed_buckets = vec![Vec::new(); count];
+    fn assign_all_buckets(&mut self, cluster: &Cluster) {
+        let server_count = cluster.server_count();
+        let initial_state =
+            |server: u16| if cluster.is_member(server) { ServerState::Serving } else { ServerState::NotInPool };
+        self.server_states = (0..server_count as u16).map(initial_state).collect();
+        self.own_buckets = vec![Vec::new(); server_count];
+        self.borrowed_buckets = vec![Vec::new(); server_count];
         for bucket in 0..self.table.len() {
             let server = cluster.members()[bucket % cluster.members().len()];
             self.own_buckets[usize::from(server)].push(bucket as u32);
@@ -192,9 +206,9 @@ impl Beamer {
 }
 
 impl Balancer for Beamer {
-    fn place(&mut self, identity: u64, _cluster: &Cluster) -> PlacedConnection {
+    fn place_connection(&mut self, identity: u64, _cluster: &Cluster) -> PlacedConnection {
         PlacedConnection {
-            server: self.table.server(self.table.bucket(identity)),
+            server: self.table.server(self.table.bucket_of_connection(identity)),
             core: 0,
             stored_state: self.table.last_change_number(),
         }
@@ -202,11 +216,11 @@ impl Balancer for Beamer {
 
     fn servers_changed(&mut self, cluster: &Cluster) {
         self.table.begin_change(cluster.now);
-        if self.entry_states.is_empty() {
-            return self.fill(cluster);
+        if self.server_states.is_empty() {
+            return self.assign_all_buckets(cluster);
         }
-        for server in 0..self.entry_states.len() as u16 {
-            match (self.has_state(server, EntryState::Outside), cluster.is_member(server)) {
+        for server in 0..self.server_states.len() as u16 {
+            match (self.has_state(server, ServerState::NotInPool), cluster.is_member(server)) {
                 (true, true) => self.add_server(server),
                 (false, false) => self.remove_server(server),
                 _ => (),
@@ -215,32 +229,34 @@ impl Balancer for Beamer {
     }
 
     fn connection_opened(&mut self, connection: &Connection, cluster: &Cluster) {
-        let Some(control) = self.control.filter(|control| cluster.now >= control.start) else { return };
+        let Some(threshold_control) = self.threshold_control.filter(|control| cluster.now >= control.start) else {
+            return;
+        };
         let server = connection.server;
-        let load = f64::from(cluster.open_connections(server));
-        let others_serve = || self.servers_in_state(|state| state == EntryState::Serving).len() > 1;
-        if load > (1.0 + control.threshold) * cluster.mean_open_connections()
-            && self.has_state(server, EntryState::Serving)
-            && others_serve()
+        let open_connections = f64::from(cluster.open_connections(server));
+        let another_server_serves = || self.servers_with_state(|state| state == ServerState::Serving).len() > 1;
+        if open_connections > (1.0 + threshold_control.threshold) * cluster.mean_open_connections()
+            && self.has_state(server, ServerState::Serving)
+            && another_server_serves()
         {
             self.table.begin_change(cluster.now);
-            self.suspend(server);
+            self.suspend_server(server);
         }
     }
 
     fn connection_closed(&mut self, connection: &Connection, cluster: &Cluster) {
         let server = connection.server;
-        if self.control.is_none() || !self.has_state(server, EntryState::Suspended) {
+        if self.threshold_control.is_none() || !self.has_state(server, ServerState::Suspended) {
             return;
         }
-        let load = cluster.open_connections(server);
-        if load == 0 || f64::from(load) < cluster.mean_open_connections() {
+        let open_connections = cluster.open_connections(server);
+        if open_connections == 0 || f64::from(open_connections) < cluster.mean_open_connections() {
             self.table.begin_change(cluster.now);
-            self.resume(server);
+            self.resume_server(server);
         }
     }
 
     fn first_break_time(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
-        self.table.broken_at(connection, cluster.now)
+        self.table.first_break_time(connection, cluster.now)
     }
 }

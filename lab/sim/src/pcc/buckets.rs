@@ -31,31 +31,31 @@ struct Eviction {
 const NO_SERVER: BucketServer = BucketServer { server: u16::MAX, since_change: u32::MAX };
 
 /// Returns the bucket of a hash, of which only the lower 32 bits are used.
-pub fn bucket_of(hash: u64, buckets: usize) -> usize {
+pub fn hash_to_bucket(hash: u64, bucket_count: usize) -> usize {
     // Multiply and shift (Lemire 2019): any number of buckets, equally likely.
-    (((hash & 0xffff_ffff) * buckets as u64) >> 32) as usize
+    (((hash & 0xffff_ffff) * bucket_count as u64) >> 32) as usize
 }
 
 /// Table with the server of each bucket, which is the same in all load balancers.
 #[derive(Debug)]
 pub struct BucketTable {
     buckets: Vec<Bucket>,
-    daisy_chaining: bool,
+    has_daisy_chaining: bool,
     /// Number of table changes so far; a connection stores the number at the time of its first packet.
     change_count: u32,
-    now: Nanoseconds,
+    changed_at: Nanoseconds,
     evictions: Option<Vec<Vec<Eviction>>>,
 }
 
 impl BucketTable {
     /// Returns a table whose buckets have no server yet.
-    pub fn new(buckets: usize, daisy_chaining: bool, keeps_history: bool) -> Self {
+    pub fn new(bucket_count: usize, has_daisy_chaining: bool, keeps_history: bool) -> Self {
         Self {
-            buckets: vec![Bucket { current: NO_SERVER, previous: NO_SERVER }; buckets],
-            daisy_chaining,
+            buckets: vec![Bucket { current: NO_SERVER, previous: NO_SERVER }; bucket_count],
+            has_daisy_chaining,
             change_count: 0,
-            now: 0,
-            evictions: keeps_history.then(|| vec![Vec::new(); buckets]),
+            changed_at: 0,
+            evictions: keeps_history.then(|| vec![Vec::new(); bucket_count]),
         }
     }
 
@@ -63,8 +63,8 @@ impl BucketTable {
         self.buckets.len()
     }
 
-    pub fn bucket(&self, identity: u64) -> usize {
-        bucket_of(identity, self.buckets.len())
+    pub fn bucket_of_connection(&self, identity: u64) -> usize {
+        hash_to_bucket(identity, self.buckets.len())
     }
 
     pub fn server(&self, bucket: usize) -> u16 {
@@ -79,7 +79,7 @@ impl BucketTable {
     /// Starts a table change, to which the following assignments belong.
     pub fn begin_change(&mut self, now: Nanoseconds) {
         self.change_count += 1;
-        self.now = now;
+        self.changed_at = now;
     }
 
     /// Assigns a bucket to a server, as part of the current change.
@@ -88,7 +88,7 @@ impl BucketTable {
         if entry.current.server == server {
             return;
         }
-        let evicted = match (self.daisy_chaining, entry.previous.server == server) {
+        let evicted_server = match (self.has_daisy_chaining, entry.previous.server == server) {
             // Back to the previous server: both stay reachable.
             (true, true) => {
                 std::mem::swap(&mut entry.current, &mut entry.previous);
@@ -99,31 +99,35 @@ impl BucketTable {
         };
         entry.current = BucketServer { server, since_change: self.change_count };
         if let Some(history) = &mut self.evictions
-            && evicted.server != NO_SERVER.server
+            && evicted_server.server != NO_SERVER.server
         {
-            let (server, since_change) = (evicted.server, evicted.since_change);
+            let (server, since_change) = (evicted_server.server, evicted_server.since_change);
             history[bucket].push(Eviction {
                 server,
                 since_change,
                 until_change: self.change_count,
-                evicted_at: self.now,
+                evicted_at: self.changed_at,
             });
         }
     }
 
     /// Implements [`super::balancer::Balancer::first_break_time`]; the connection's stored state is
     /// [`BucketTable::last_change_number`] at its first packet.
-    pub fn broken_at(&self, connection: &Connection, now: Nanoseconds) -> Option<Nanoseconds> {
-        let bucket = self.bucket(connection.identity);
-        let mark = connection.stored_state as u32;
-        let reaches = |resident: &BucketServer| resident.server == connection.server && resident.since_change <= mark;
+    pub fn first_break_time(&self, connection: &Connection, now: Nanoseconds) -> Option<Nanoseconds> {
+        let bucket = self.bucket_of_connection(connection.identity);
+        let first_packet_change = connection.stored_state as u32;
+        let has_always_reached = |resident: &BucketServer| {
+            resident.server == connection.server && resident.since_change <= first_packet_change
+        };
         let Bucket { current, previous } = &self.buckets[bucket];
-        if reaches(current) || reaches(previous) {
+        if has_always_reached(current) || has_always_reached(previous) {
             return None;
         }
         let Some(history) = &self.evictions else { return Some(now) };
         let eviction = history[bucket].iter().find(|eviction| {
-            eviction.server == connection.server && eviction.since_change <= mark && mark < eviction.until_change
+            eviction.server == connection.server
+                && eviction.since_change <= first_packet_change
+                && first_packet_change < eviction.until_change
         });
         Some(eviction.expect("what reaches a server no longer was evicted").evicted_at)
     }

@@ -4,14 +4,14 @@
 use std::net::Ipv4Addr;
 
 use coreward_model::FourTuple;
-use coreward_model::cookie::{Cookie, CookieKey, FleetKeys, KeyIndex, decode_cookie, stamp_tsval};
+use coreward_model::cookie::{Cookie, CookieKey, FleetCookieKeys, KeyIndex, decode_cookie, stamp_tsval};
 use coreward_model::placement::{BucketCount, PlacementRule, PlacementState, PlacementTable};
-use coreward_model::policy::{self, LeastByMetric, Policy, Pool, PoolServer};
+use coreward_model::policy::{self, LeastPolicy, Policy, Pool, PoolServer};
 use coreward_model::rss::{IndirectionTable, RssConfig, RssKey, seeded_rng};
 
 use super::balancer::{Balancer, PlacedConnection};
 use super::clock::Nanoseconds;
-use super::cluster::{Cluster, LOAD_BALANCERS_MAX, id_of};
+use super::cluster::{Cluster, LOAD_BALANCERS_MAX, server_id};
 use super::connections::Connection;
 use super::{Config, LoadInfo};
 
@@ -29,33 +29,33 @@ const MEAN_LOAD: f64 = 0.5;
 pub struct Cheetah {
     policy: Box<dyn Policy>,
     load_info: LoadInfo,
-    buckets: BucketCount,
+    bucket_count: BucketCount,
     table: PlacementTable,
     /// Placement state of each load balancer: round-robin positions and assigned connections.
-    states: Vec<PlacementState>,
+    placement_states: Vec<PlacementState>,
     generation: u64,
-    keys: FleetKeys,
+    keys: FleetCookieKeys,
     time_key: CookieKey,
-    rss: Vec<RssConfig>,
-    cores: u16,
+    rss_configs: Vec<RssConfig>,
+    cores_per_server: u16,
     /// Number of open connections of each core, by server and then by core.
-    open_connections: Vec<u32>,
+    core_open_connections: Vec<u32>,
     /// Position of each server in the table's members, or among its core slots.
-    position: Vec<usize>,
+    table_positions: Vec<usize>,
 }
 
 impl Cheetah {
     /// Creates the load balancers; `name` is one of [`policy::names`].
     pub fn new(name: &str, config: &Config, servers: usize, seed: u64) -> Self {
-        let by_counts = config.load_info == LoadInfo::Current && name == LEAST_POLICY;
-        let policy: Box<dyn Policy> = match by_counts {
+        let uses_current_counts = config.load_info == LoadInfo::Current && name == LEAST_POLICY;
+        let policy: Box<dyn Policy> = match uses_current_counts {
             // Counts of all servers are current, so all servers are compared, and no buckets are needed.
-            true => Box::new(LeastByMetric::without_sampling(seed)),
+            true => Box::new(LeastPolicy::without_sampling(seed)),
             false => policy::policy_by_name(name, seed).expect("a method's policy exists"),
         };
-        let buckets = if by_counts { one_bucket() } else { config.buckets };
+        let bucket_count = if uses_current_counts { one_bucket() } else { config.bucket_count };
         let rss_key = RssKey::random(&mut seeded_rng(seed, RNG_STREAM_RSS_KEY));
-        let rss = |server: usize| RssConfig {
+        let server_rss_config = |server: usize| RssConfig {
             key: rss_key.clone(),
             indirection_table: IndirectionTable::balanced(server as u64, INDIRECTION_ENTRY_COUNT, config.cores)
                 .expect("a power of two"),
@@ -65,35 +65,43 @@ impl Cheetah {
         Self {
             policy,
             load_info: config.load_info,
-            buckets,
-            table: PlacementTable::empty(buckets),
-            states: vec![PlacementState::default(); LOAD_BALANCERS_MAX],
+            bucket_count,
+            table: PlacementTable::empty(bucket_count),
+            placement_states: vec![PlacementState::default(); LOAD_BALANCERS_MAX],
             generation: 0,
-            keys: FleetKeys { keys, current: KeyIndex::First },
+            keys: FleetCookieKeys { keys, current: KeyIndex::First },
             time_key: CookieKey::random(&mut rng),
-            rss: (0..servers).map(rss).collect(),
-            cores: config.cores,
-            open_connections: vec![0; servers * usize::from(config.cores)],
-            position: vec![usize::MAX; servers],
+            rss_configs: (0..servers).map(server_rss_config).collect(),
+            cores_per_server: config.cores,
+            core_open_connections: vec![0; servers * usize::from(config.cores)],
+            table_positions: vec![usize::MAX; servers],
         }
     }
 
     /// Returns the pool from which the policy computes a table.
-    fn pool(&self, cluster: &Cluster) -> Pool {
-        let total: u64 = self.open_connections.iter().map(|count| u64::from(*count)).sum();
-        let mean = (total as f64 / self.open_connections.len() as f64).max(f64::MIN_POSITIVE);
-        let server = |number: usize| {
-            let cores = &self.open_connections[number * usize::from(self.cores)..][..usize::from(self.cores)];
+    fn build_pool(&self, cluster: &Cluster) -> Pool {
+        let total_connections: u64 = self.core_open_connections.iter().map(|count| u64::from(*count)).sum();
+        let mean_connections =
+            (total_connections as f64 / self.core_open_connections.len() as f64).max(f64::MIN_POSITIVE);
+        let build_server = |number: usize| {
+            let core_connections = &self.core_open_connections[number * usize::from(self.cores_per_server)..]
+                [..usize::from(self.cores_per_server)];
             PoolServer {
-                eligible: cluster.is_member(number as u16),
-                loads: Some(cores.iter().map(|count| f64::from(*count) / mean * MEAN_LOAD).collect::<Vec<_>>().into()),
-                rss: Some(self.rss[number].clone()),
+                is_eligible: cluster.is_member(number as u16),
+                loads: Some(
+                    core_connections
+                        .iter()
+                        .map(|count| f64::from(*count) / mean_connections * MEAN_LOAD)
+                        .collect::<Vec<_>>()
+                        .into(),
+                ),
+                rss: Some(self.rss_configs[number].clone()),
                 // Current counts are stored as assigned connections instead.
                 open_connections: if self.has_current_counts() { 0 } else { cluster.open_connections(number as u16) },
-                ..PoolServer::new(id_of(number as u16))
+                ..PoolServer::new(server_id(number as u16))
             }
         };
-        Pool::new((0..cluster.server_count()).map(server).collect(), cluster.load_balancers().len() as u32)
+        Pool::new((0..cluster.server_count()).map(build_server).collect(), cluster.load_balancers().len() as u32)
     }
 
     /// Returns whether [`PlacementState::assigned_counts`] holds the present open connections.
@@ -104,72 +112,72 @@ impl Cheetah {
     /// Computes a new table for all load balancers, which keep their round-robin positions.
     fn replace_table(&mut self, cluster: &Cluster) {
         self.generation += 1;
-        self.table = self.policy.compute_table(&self.pool(cluster), self.buckets, self.generation);
+        self.table = self.policy.compute_table(&self.build_pool(cluster), self.bucket_count, self.generation);
         if matches!(self.table.rule, PlacementRule::RoundRobin | PlacementRule::PowerOfTwo) {
             // These rules use no bucket: one suffices for the next table.
-            self.buckets = one_bucket();
+            self.bucket_count = one_bucket();
         }
-        for state in &mut self.states {
-            let turns = state.round_robin_counter;
-            *state = PlacementState { round_robin_counter: turns, ..PlacementState::for_table(&self.table) };
+        for state in &mut self.placement_states {
+            let round_robin_counter = state.round_robin_counter;
+            *state = PlacementState { round_robin_counter, ..PlacementState::for_table(&self.table) };
         }
         if self.load_info == LoadInfo::Current {
-            self.copy_counts(cluster);
+            self.copy_connection_counts(cluster);
         }
     }
 
     /// Sets the table's loads to the current numbers of open connections.
-    fn copy_counts(&mut self, cluster: &Cluster) {
-        self.position.fill(usize::MAX);
+    fn copy_connection_counts(&mut self, cluster: &Cluster) {
+        self.table_positions.fill(usize::MAX);
         if self.has_current_counts() {
             for (slot, core) in self.table.core_slots.iter().enumerate() {
-                self.position[usize::from(core.server.get())] = slot;
-                self.states[0].assigned_counts[slot] = cluster.open_connections(core.server.get());
+                self.table_positions[usize::from(core.server.get())] = slot;
+                self.placement_states[0].assigned_counts[slot] = cluster.open_connections(core.server.get());
             }
         } else if self.table.rule == PlacementRule::PowerOfTwo {
             for (position, member) in self.table.members.iter_mut().enumerate() {
-                self.position[usize::from(member.server.get())] = position;
+                self.table_positions[usize::from(member.server.get())] = position;
                 member.load = cluster.open_connections(member.server.get());
             }
         }
     }
 
     /// Updates a server's connection count in the table, unless [`PlacementTable::choose`] has already done so.
-    fn update_count(&mut self, server: u16, cluster: &Cluster) {
-        let position = self.position[usize::from(server)];
+    fn update_connection_count(&mut self, server: u16, cluster: &Cluster) {
+        let position = self.table_positions[usize::from(server)];
         if position == usize::MAX {
             return;
         }
         match self.table.rule {
             PlacementRule::PowerOfTwo => self.table.members[position].load = cluster.open_connections(server),
-            _ => self.states[0].assigned_counts[position] = cluster.open_connections(server),
+            _ => self.placement_states[0].assigned_counts[position] = cluster.open_connections(server),
         }
     }
 
     /// Returns the cookie that a load balancer decodes from a later packet of the connection.
-    pub fn cookie_of(&self, connection: &Connection) -> Cookie {
+    pub fn decoded_cookie(&self, connection: &Connection) -> Cookie {
         decode_cookie(&self.keys, &identity_to_tuple(connection.identity), connection.stored_state as u32)
     }
 
     /// Returns the two servers that the rule `PowerOfTwo` compares for a connection.
     #[cfg(test)]
-    pub fn drawn_servers(&self, identity: u64) -> [coreward_model::ServerId; 2] {
+    pub fn compared_servers(&self, identity: u64) -> [coreward_model::ServerId; 2] {
         use coreward_model::placement::{mix_hash, two_draws};
-        let hash = self.table.groups[0].toeplitz(&identity_to_tuple(identity).bytes());
+        let hash = self.table.groups[0].toeplitz_hash(&identity_to_tuple(identity).bytes());
         let (first, second) = two_draws(mix_hash(hash), self.table.members.len() as u32);
         [first, second].map(|position| self.table.members[position as usize].server)
     }
 
-    fn core(&self, server: u16, tuple: &FourTuple) -> u16 {
-        if self.cores == 1 {
+    fn core_by_rss(&self, server: u16, tuple: &FourTuple) -> u16 {
+        if self.cores_per_server == 1 {
             return 0;
         }
-        let rss = &self.rss[usize::from(server)];
-        rss.indirection_table.queue(rss.key.toeplitz(&tuple.bytes()))
+        let rss_config = &self.rss_configs[usize::from(server)];
+        rss_config.indirection_table.queue_of_hash(rss_config.key.toeplitz_hash(&tuple.bytes()))
     }
 
-    fn core_position(&self, connection: &Connection) -> usize {
-        usize::from(connection.server) * usize::from(self.cores) + usize::from(connection.core)
+    fn core_index(&self, connection: &Connection) -> usize {
+        usize::from(connection.server) * usize::from(self.cores_per_server) + usize::from(connection.core)
     }
 }
 
@@ -186,35 +194,42 @@ fn identity_to_tuple(identity: u64) -> FourTuple {
 }
 
 impl Balancer for Cheetah {
-    fn place(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
+    fn place_connection(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
         let tuple = identity_to_tuple(identity);
         // With current counts all load balancers have the same information.
-        let state = if self.has_current_counts() { 0 } else { cluster.load_balancer(identity).into() };
-        let server = self.table.choose(&mut self.states[state], &tuple).expect("the pool is never empty");
+        let load_balancer = if self.has_current_counts() { 0 } else { cluster.load_balancer(identity).into() };
+        let server = self
+            .table
+            .select_server(&mut self.placement_states[load_balancer], &tuple)
+            .expect("the pool is never empty");
         let cookie =
             stamp_tsval(&self.keys, &self.time_key, &tuple, Cookie::Server(server), (cluster.now / 1_000_000) as u32);
-        PlacedConnection { server: server.get(), core: self.core(server.get(), &tuple), stored_state: cookie.into() }
+        PlacedConnection {
+            server: server.get(),
+            core: self.core_by_rss(server.get(), &tuple),
+            stored_state: cookie.into(),
+        }
     }
 
     fn connection_opened(&mut self, connection: &Connection, cluster: &Cluster) {
-        let position = self.core_position(connection);
-        self.open_connections[position] += 1;
-        self.update_count(connection.server, cluster);
+        let core_index = self.core_index(connection);
+        self.core_open_connections[core_index] += 1;
+        self.update_connection_count(connection.server, cluster);
     }
 
     fn connection_closed(&mut self, connection: &Connection, cluster: &Cluster) {
-        let position = self.core_position(connection);
-        self.open_connections[position] -= 1;
-        self.update_count(connection.server, cluster);
+        let core_index = self.core_index(connection);
+        self.core_open_connections[core_index] -= 1;
+        self.update_connection_count(connection.server, cluster);
     }
 
     fn servers_changed(&mut self, cluster: &Cluster) {
         self.replace_table(cluster);
     }
 
-    fn takes_reports(&self) -> bool {
-        let by_counts = self.has_current_counts() || self.table.rule == PlacementRule::PowerOfTwo;
-        self.policy.reads_loads() && !(self.load_info == LoadInfo::Current && by_counts)
+    fn uses_reports(&self) -> bool {
+        let has_current_loads = self.has_current_counts() || self.table.rule == PlacementRule::PowerOfTwo;
+        self.policy.reads_loads() && !(self.load_info == LoadInfo::Current && has_current_loads)
     }
 
     fn process_reports(&mut self, cluster: &Cluster) {
@@ -223,6 +238,6 @@ impl Balancer for Cheetah {
 
     /// Decodes the cookie only once, because every load balancer decodes the same server.
     fn first_break_time(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
-        (self.cookie_of(connection) != Cookie::Server(id_of(connection.server))).then_some(cluster.now)
+        (self.decoded_cookie(connection) != Cookie::Server(server_id(connection.server))).then_some(cluster.now)
     }
 }

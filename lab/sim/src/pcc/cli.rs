@@ -2,7 +2,7 @@
 
 use coreward_model::placement::BucketCount;
 
-use super::{Arrivals, Config, DEFAULT_METHODS, LoadInfo, Method, Updates, run};
+use super::{ArrivalProcess, ClusterUpdates, Config, DEFAULT_METHODS, LoadInfo, Method, run};
 use crate::output::{Format, Printable as _};
 
 /// Arguments of `coreward-lab sim pcc`.
@@ -63,8 +63,8 @@ impl PccArgs {
     pub(crate) fn run(self) -> anyhow::Result<String> {
         let outcome = run(&Config {
             servers: self.servers,
-            arrivals: Arrivals::Open { connections: self.connections },
-            updates: Updates::PerMinute {
+            arrivals: ArrivalProcess::OpenLoop { mean_open_connections: self.connections },
+            updates: ClusterUpdates::PerMinute {
                 servers: self.updates_per_minute,
                 load_balancers: self.lb_updates_per_minute,
             },
@@ -75,9 +75,9 @@ impl PccArgs {
             load_info: self.load_info,
             report_ms: self.report_ms,
             buckets_per_server: self.buckets_per_server,
-            buckets: BucketCount::new(self.buckets)?,
+            bucket_count: BucketCount::new(self.buckets)?,
             cores: self.cores,
-            by_second: false,
+            has_second_counts: false,
         })?;
         Ok(outcome.render(self.format))
     }

@@ -6,7 +6,7 @@ use coreward_model::ServerId;
 use coreward_model::rss::uniform_below;
 
 use super::clock::Nanoseconds;
-use super::imbalance::Imbalance;
+use super::imbalance::ImbalanceTracker;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ClusterChange {
@@ -37,21 +37,21 @@ pub struct Cluster {
     load_balancers: Vec<u8>,
     idle_load_balancers: VecDeque<u8>,
     /// Tracker of the imbalance between the servers of the pool.
-    pub imbalance: Imbalance,
+    pub imbalance: ImbalanceTracker,
 }
 
 impl Cluster {
     /// Creates a cluster of `servers` in the pool, `spare_servers` outside of it and `load_balancers`. Imbalance is
     /// measured from `start` on.
-    pub fn new(servers: usize, spare: usize, load_balancers: usize, start: Nanoseconds) -> Self {
-        let mut imbalance = Imbalance::from(start);
+    pub fn new(servers: usize, spare_servers: usize, load_balancers: usize, start: Nanoseconds) -> Self {
+        let mut imbalance = ImbalanceTracker::starting_at(start);
         (0..servers).for_each(|_| imbalance.add_server(0));
         Self {
             now: 0,
             members: (0..servers as u16).collect(),
-            is_member: (0..servers + spare).map(|server| server < servers).collect(),
-            spare_servers: (servers as u16..(servers + spare) as u16).collect(),
-            open_connections: vec![0; servers + spare],
+            is_member: (0..servers + spare_servers).map(|server| server < servers).collect(),
+            spare_servers: (servers as u16..(servers + spare_servers) as u16).collect(),
+            open_connections: vec![0; servers + spare_servers],
             pool_connections: 0,
             load_balancers: (0..load_balancers as u8).collect(),
             idle_load_balancers: (load_balancers as u8..LOAD_BALANCERS_MAX as u8).collect(),
@@ -93,9 +93,9 @@ impl Cluster {
     }
 
     /// Advances the simulated time to `now`.
-    pub fn advance(&mut self, now: Nanoseconds) {
+    pub fn advance_to(&mut self, now: Nanoseconds) {
         self.now = now;
-        self.imbalance.advance(now);
+        self.imbalance.advance_to(now);
     }
 
     /// Counts a new connection on a server.
@@ -165,7 +165,7 @@ impl Cluster {
 }
 
 /// Returns the id by which policies and cookies refer to a server.
-pub fn id_of(server: u16) -> ServerId {
+pub fn server_id(server: u16) -> ServerId {
     ServerId::try_from(u64::from(server)).expect("a configuration has fewer servers than there are ids")
 }
 
@@ -182,14 +182,14 @@ mod tests {
         [0, 0, 1, 2, 2, 2].into_iter().for_each(|server| cluster.connection_opened(server));
         assert_eq!(cluster.mean_open_connections(), 2.0);
         assert!(cluster.apply_change(ClusterChange::RemoveServer, &mut rng));
-        let gone = (0..3).find(|server| !cluster.is_member(*server)).unwrap();
-        assert_eq!(cluster.mean_open_connections(), f64::from(6 - cluster.open_connections(gone)) / 2.0);
-        let kept = cluster.open_connections(gone);
-        cluster.connection_closed(gone);
-        assert_eq!(cluster.open_connections(gone), kept - 1);
+        let drained_server = (0..3).find(|server| !cluster.is_member(*server)).unwrap();
+        assert_eq!(cluster.mean_open_connections(), f64::from(6 - cluster.open_connections(drained_server)) / 2.0);
+        let connections_before = cluster.open_connections(drained_server);
+        cluster.connection_closed(drained_server);
+        assert_eq!(cluster.open_connections(drained_server), connections_before - 1);
         // The spare server joins first, then the one that left.
         assert!(cluster.apply_change(ClusterChange::AddServer, &mut rng) && cluster.is_member(3));
-        assert!(cluster.apply_change(ClusterChange::AddServer, &mut rng) && cluster.is_member(gone));
+        assert!(cluster.apply_change(ClusterChange::AddServer, &mut rng) && cluster.is_member(drained_server));
         assert!(!cluster.apply_change(ClusterChange::AddServer, &mut rng));
         assert_eq!(cluster.mean_open_connections(), 5.0 / 4.0);
         (0..3).for_each(|_| assert!(cluster.apply_change(ClusterChange::RemoveServer, &mut rng)));
@@ -197,14 +197,14 @@ mod tests {
     }
 
     #[test]
-    fn load_balancers_join_and_leave() {
+    fn load_balancers_can_be_added_and_removed() {
         let mut rng = seeded_rng(1, 0);
         let mut cluster = Cluster::new(1, 0, 1, 0);
         assert!(!cluster.apply_change(ClusterChange::RemoveLoadBalancer, &mut rng));
         assert!(cluster.apply_change(ClusterChange::AddLoadBalancer, &mut rng));
-        let reached: std::collections::BTreeSet<u8> =
+        let selected_load_balancers: std::collections::BTreeSet<u8> =
             (0..100u64).map(|identity| cluster.load_balancer(identity << 32)).collect();
-        assert_eq!(reached.into_iter().collect::<Vec<_>>(), [0, 1]);
+        assert_eq!(selected_load_balancers.into_iter().collect::<Vec<_>>(), [0, 1]);
         assert!(cluster.apply_change(ClusterChange::RemoveLoadBalancer, &mut rng));
         assert_eq!(cluster.load_balancers().len(), 1);
     }

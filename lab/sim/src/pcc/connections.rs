@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use super::clock::Nanoseconds;
-use super::mix::Mix;
+use super::mix::ConnectionMix;
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct Connection {
@@ -28,11 +28,11 @@ pub struct Connections {
     slots: Vec<Option<Connection>>,
     free_slots: Vec<u32>,
     /// For each kind, the ends of its connections in ascending order, with the connections' slots.
-    queues: Vec<VecDeque<(Nanoseconds, u32)>>,
-    durations: Vec<Nanoseconds>,
+    end_queues: Vec<VecDeque<(Nanoseconds, u32)>>,
+    kind_durations: Vec<Nanoseconds>,
     /// For each kind, the end of its connection that ends first; [`NEVER`] without one.
-    ends: Vec<Nanoseconds>,
-    next_kind: usize,
+    next_ends: Vec<Nanoseconds>,
+    next_ending_kind: usize,
     open_count: usize,
 }
 
@@ -40,15 +40,15 @@ const NEVER: Nanoseconds = Nanoseconds::MAX;
 
 impl Connections {
     /// Returns an empty set of connections.
-    pub fn new(mix: &Mix) -> Self {
+    pub fn new(mix: &ConnectionMix) -> Self {
         let kinds = mix.kinds();
         Self {
             slots: Vec::new(),
             free_slots: Vec::new(),
-            queues: vec![VecDeque::new(); kinds.len()],
-            durations: kinds.iter().map(|kind| kind.duration).collect(),
-            ends: vec![NEVER; kinds.len()],
-            next_kind: 0,
+            end_queues: vec![VecDeque::new(); kinds.len()],
+            kind_durations: kinds.iter().map(|kind| kind.duration).collect(),
+            next_ends: vec![NEVER; kinds.len()],
+            next_ending_kind: 0,
             open_count: 0,
         }
     }
@@ -66,7 +66,7 @@ impl Connections {
     /// Adds an open connection. Its start must not be earlier than that of any connection added before.
     pub fn open(&mut self, connection: Connection) {
         let kind = usize::from(connection.kind);
-        let end = connection.start + self.durations[kind];
+        let end = connection.start + self.kind_durations[kind];
         let slot = match self.free_slots.pop() {
             Some(slot) => {
                 self.slots[slot as usize] = Some(connection);
@@ -77,26 +77,26 @@ impl Connections {
                 (self.slots.len() - 1) as u32
             }
         };
-        if self.queues[kind].is_empty() {
-            self.ends[kind] = end;
-            if end < self.ends[self.next_kind] {
-                self.next_kind = kind;
+        if self.end_queues[kind].is_empty() {
+            self.next_ends[kind] = end;
+            if end < self.next_ends[self.next_ending_kind] {
+                self.next_ending_kind = kind;
             }
         }
-        self.queues[kind].push_back((end, slot));
+        self.end_queues[kind].push_back((end, slot));
         self.open_count += 1;
     }
 
     pub fn next_end(&self) -> Option<Nanoseconds> {
-        (self.open_count > 0).then(|| self.ends[self.next_kind])
+        (self.open_count > 0).then(|| self.next_ends[self.next_ending_kind])
     }
 
     /// Removes and returns the connection that ends next.
     pub fn close_next(&mut self) -> Option<Connection> {
-        let kind = self.next_kind;
-        let (_, slot) = self.queues[kind].pop_front()?;
-        self.ends[kind] = self.queues[kind].front().map_or(NEVER, |(end, _)| *end);
-        self.next_kind = position_of_minimum(&self.ends);
+        let kind = self.next_ending_kind;
+        let (_, slot) = self.end_queues[kind].pop_front()?;
+        self.next_ends[kind] = self.end_queues[kind].front().map_or(NEVER, |(end, _)| *end);
+        self.next_ending_kind = index_of_minimum(&self.next_ends);
         self.free_slots.push(slot);
         self.open_count -= 1;
         self.slots[slot as usize].take()
@@ -104,9 +104,9 @@ impl Connections {
 }
 
 /// Returns the index of the smallest value, the first of equal ones.
-fn position_of_minimum(values: &[Nanoseconds]) -> usize {
-    let least = values.iter().copied().fold(NEVER, Nanoseconds::min);
-    values.iter().position(|value| *value == least).unwrap_or(0)
+fn index_of_minimum(values: &[Nanoseconds]) -> usize {
+    let minimum = values.iter().copied().fold(NEVER, Nanoseconds::min);
+    values.iter().position(|value| *value == minimum).unwrap_or(0)
 }
 
 #[cfg(test)]
@@ -116,13 +116,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn connections_end_in_the_order_of_their_ends() {
-        let mix = Mix::web_server();
+    fn connections_are_closed_in_the_order_of_their_ends() {
+        let mix = ConnectionMix::web_server();
         let mut connections = Connections::new(&mix);
         let mut rng = seeded_rng(1, 0);
         let (mut expected, mut found) = (Vec::new(), Vec::new());
         for start in 0..5_000 {
-            let kind = mix.draw(&mut rng);
+            let kind = mix.draw_kind(&mut rng);
             let start = start * 100_000;
             while connections.next_end().is_some_and(|end| end <= start) {
                 found.push((connections.next_end().unwrap(), connections.close_next().unwrap().identity));
@@ -136,8 +136,8 @@ mod tests {
         while let Some(end) = connections.next_end() {
             found.push((end, connections.close_next().unwrap().identity));
         }
-        let ends = |list: &[(u64, u64)]| list.iter().map(|(end, _)| *end).collect::<Vec<_>>();
-        assert!(ends(&found).is_sorted());
+        let end_times = |list: &[(u64, u64)]| list.iter().map(|(end, _)| *end).collect::<Vec<_>>();
+        assert!(end_times(&found).is_sorted());
         expected.sort_unstable();
         found.sort_unstable();
         assert_eq!(found, expected);

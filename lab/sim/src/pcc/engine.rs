@@ -5,64 +5,66 @@ use super::balancer::Balancer;
 use super::clock::{Nanoseconds, from_seconds};
 use super::cluster::{Cluster, ClusterChange};
 use super::connections::{Connection, Connections};
-use super::mix::Mix;
+use super::mix::ConnectionMix;
 use super::outcome::{SecondCounts, SeedOutcome};
 use super::schedule::{ChangeSchedule, max_deviation};
-use super::{Config, Updates};
+use super::{ClusterUpdates, Config};
 
 /// Returns the number of servers that are outside of the pool at the start.
-fn spare_servers(config: &Config) -> usize {
+fn spare_server_count(config: &Config) -> usize {
     match &config.updates {
-        Updates::PerMinute { .. } => max_deviation(config.servers),
-        Updates::Scheduled(list) => list.iter().filter(|(_, change)| *change == ClusterChange::AddServer).count(),
+        ClusterUpdates::PerMinute { .. } => max_deviation(config.servers),
+        ClusterUpdates::Scheduled(list) => {
+            list.iter().filter(|(_, change)| *change == ClusterChange::AddServer).count()
+        }
     }
 }
 
 /// Returns the number of all servers in a simulation, whether in the pool or not.
 pub fn server_count(config: &Config) -> usize {
-    config.servers + spare_servers(config)
+    config.servers + spare_server_count(config)
 }
 
-pub fn simulate<B: Balancer>(config: &Config, mix: &Mix, seed: u64, balancer: B) -> SeedOutcome {
+pub fn simulate<B: Balancer>(config: &Config, mix: &ConnectionMix, seed: u64, balancer: B) -> SeedOutcome {
     Simulation::new(config, mix, seed, balancer).run()
 }
 
 struct Simulation<'a, B> {
-    mix: &'a Mix,
+    mix: &'a ConnectionMix,
     balancer: B,
     cluster: Cluster,
     connections: Connections,
-    source: ConnectionSource,
-    schedule: ChangeSchedule,
-    next_report: Option<Nanoseconds>,
+    connection_source: ConnectionSource,
+    change_schedule: ChangeSchedule,
+    next_report_at: Option<Nanoseconds>,
     report_interval: Nanoseconds,
     warm_up: Nanoseconds,
-    end: Nanoseconds,
-    run: SeedOutcome,
+    end_time: Nanoseconds,
+    outcome: SeedOutcome,
 }
 
 impl<'a, B: Balancer> Simulation<'a, B> {
-    fn new(config: &Config, mix: &'a Mix, seed: u64, mut balancer: B) -> Self {
+    fn new(config: &Config, mix: &'a ConnectionMix, seed: u64, mut balancer: B) -> Self {
         let warm_up = settling_time(&config.arrivals, mix);
-        let end = warm_up + from_seconds(config.minutes * 60.0);
-        let cluster = Cluster::new(config.servers, spare_servers(config), config.load_balancers, warm_up);
+        let end_time = warm_up + from_seconds(config.minutes * 60.0);
+        let cluster = Cluster::new(config.servers, spare_server_count(config), config.load_balancers, warm_up);
         balancer.servers_changed(&cluster);
         let report_interval = config.report_ms * 1_000_000;
-        let whole_seconds = (config.minutes * 60.0).ceil() as usize;
-        let seconds = vec![SecondCounts { servers: config.servers, ..SecondCounts::default() }; whole_seconds];
+        let second_count = (config.minutes * 60.0).ceil() as usize;
+        let second_counts = vec![SecondCounts { servers: config.servers, ..SecondCounts::default() }; second_count];
         Self {
             mix,
-            next_report: balancer.takes_reports().then_some(report_interval),
+            next_report_at: balancer.uses_reports().then_some(report_interval),
             balancer,
             connections: Connections::new(mix),
-            source: ConnectionSource::new(config.arrivals, mix, warm_up, seed),
-            schedule: ChangeSchedule::new(&config.updates, &cluster, warm_up, seed),
+            connection_source: ConnectionSource::new(config.arrivals, mix, warm_up, seed),
+            change_schedule: ChangeSchedule::new(&config.updates, &cluster, warm_up, seed),
             cluster,
             report_interval,
             warm_up,
-            end,
-            run: SeedOutcome {
-                second_counts: if config.by_second { seconds } else { Vec::new() },
+            end_time,
+            outcome: SeedOutcome {
+                second_counts: if config.has_second_counts { second_counts } else { Vec::new() },
                 ..SeedOutcome::default()
             },
         }
@@ -71,72 +73,72 @@ impl<'a, B: Balancer> Simulation<'a, B> {
     fn run(mut self) -> SeedOutcome {
         loop {
             // At equal times connections end first, because an ended connection cannot be broken.
-            let ends = self.connections.next_end().unwrap_or(Nanoseconds::MAX);
-            let begins = self.source.next();
-            let changes = self.schedule.next().unwrap_or(Nanoseconds::MAX);
-            let reports = self.next_report.unwrap_or(Nanoseconds::MAX);
-            let now = ends.min(begins).min(changes).min(reports);
-            if now >= self.end {
+            let next_end = self.connections.next_end().unwrap_or(Nanoseconds::MAX);
+            let next_start = self.connection_source.next();
+            let next_change = self.change_schedule.next().unwrap_or(Nanoseconds::MAX);
+            let next_report = self.next_report_at.unwrap_or(Nanoseconds::MAX);
+            let now = next_end.min(next_start).min(next_change).min(next_report);
+            if now >= self.end_time {
                 break;
             }
-            self.cluster.advance(now);
-            if now == ends {
-                self.close();
-            } else if now == changes {
+            self.cluster.advance_to(now);
+            if now == next_end {
+                self.close_next_connection();
+            } else if now == next_change {
                 self.apply_next_change();
-            } else if now == reports {
-                self.next_report = Some(now + self.report_interval);
+            } else if now == next_report {
+                self.next_report_at = Some(now + self.report_interval);
                 self.balancer.process_reports(&self.cluster);
             } else {
-                self.open();
+                self.open_next_connection();
             }
         }
-        self.cluster.advance(self.end);
+        self.cluster.advance_to(self.end_time);
         self.finish()
     }
 
-    fn open(&mut self) {
-        let Some((identity, kind)) = self.source.pop_connection() else { return };
-        let placed = self.balancer.place(identity, &self.cluster);
-        self.cluster.connection_opened(placed.server);
+    fn open_next_connection(&mut self) {
+        let Some((identity, kind)) = self.connection_source.pop_connection() else { return };
+        let placement = self.balancer.place_connection(identity, &self.cluster);
+        self.cluster.connection_opened(placement.server);
         let connection = Connection {
             identity,
-            stored_state: placed.stored_state,
+            stored_state: placement.stored_state,
             start: self.cluster.now,
             rerouted_at: None,
-            server: placed.server,
-            core: placed.core,
+            server: placement.server,
+            core: placement.core,
             kind,
         };
         self.balancer.connection_opened(&connection, &self.cluster);
         self.connections.open(connection);
     }
 
-    fn close(&mut self) {
+    fn close_next_connection(&mut self) {
         let connection = self.connections.close_next().expect("one ends now");
-        let broken = self.balancer.first_break_time(&connection, &self.cluster);
-        self.source.connection_ended(connection.kind);
+        let first_break = self.balancer.first_break_time(&connection, &self.cluster);
+        self.connection_source.connection_ended(connection.kind);
         self.cluster.connection_closed(connection.server);
         self.balancer.connection_closed(&connection, &self.cluster);
         if self.cluster.now < self.warm_up {
             return;
         }
-        self.run.ended += 1;
-        match broken {
+        self.outcome.ended += 1;
+        match first_break {
             Some(at) => {
-                self.run.broken += 1;
-                if !self.run.second_counts.is_empty() {
-                    let noticed = self.notice_time(&connection, at);
-                    self.update_second(noticed, |second| second.broken += 1);
+                self.outcome.broken_connections += 1;
+                if !self.outcome.second_counts.is_empty() {
+                    let noticed_at = self.notice_time(&connection, at);
+                    self.update_second_counts(noticed_at, |second| second.broken_connections += 1);
                 }
             }
-            None => self.update_second(self.cluster.now, |second| second.completed += 1),
+            None => self.update_second_counts(self.cluster.now, |second| second.completed_connections += 1),
         }
     }
 
     fn apply_next_change(&mut self) {
-        let previous_servers = self.cluster.members().len();
-        match self.schedule.apply_next(&mut self.cluster) {
+        let previous_server_count = self.cluster.members().len();
+        match self.change_schedule.apply_next_change(&mut self.cluster) {
             None => return,
             Some(ClusterChange::AddServer | ClusterChange::RemoveServer) => {
                 self.balancer.servers_changed(&self.cluster)
@@ -145,13 +147,13 @@ impl<'a, B: Balancer> Simulation<'a, B> {
                 self.balancer.load_balancers_changed(&self.cluster, &mut self.connections);
             }
         }
-        let servers = self.cluster.members().len();
+        let server_count = self.cluster.members().len();
         if self.cluster.now >= self.warm_up {
-            self.run.updates += 1;
+            self.outcome.updates += 1;
         }
-        if servers != previous_servers {
-            let first = (self.cluster.now.saturating_sub(self.warm_up) / SECOND) as usize;
-            self.run.second_counts.iter_mut().skip(first).for_each(|second| second.servers = servers);
+        if server_count != previous_server_count {
+            let first_second = (self.cluster.now.saturating_sub(self.warm_up) / SECOND) as usize;
+            self.outcome.second_counts.iter_mut().skip(first_second).for_each(|second| second.servers = server_count);
         }
     }
 
@@ -159,32 +161,32 @@ impl<'a, B: Balancer> Simulation<'a, B> {
     /// connection's regular end.
     fn notice_time(&self, connection: &Connection, broken_at: Nanoseconds) -> Nanoseconds {
         let kind = self.mix.kinds()[usize::from(connection.kind)];
-        let packets = u128::from(kind.packets);
-        let passed = u128::from(broken_at - connection.start);
-        let next = (passed * packets).div_ceil(kind.duration.into());
-        connection.start + (next * u128::from(kind.duration) / packets) as Nanoseconds
+        let packet_count = u128::from(kind.packet_count);
+        let elapsed = u128::from(broken_at - connection.start);
+        let next_packet = (elapsed * packet_count).div_ceil(kind.duration.into());
+        connection.start + (next_packet * u128::from(kind.duration) / packet_count) as Nanoseconds
     }
 
-    fn update_second(&mut self, at: Nanoseconds, count: impl FnOnce(&mut SecondCounts)) {
-        let Some(after) = at.checked_sub(self.warm_up) else { return };
-        if let Some(second) = self.run.second_counts.get_mut((after / SECOND) as usize) {
-            count(second);
+    fn update_second_counts(&mut self, at: Nanoseconds, update: impl FnOnce(&mut SecondCounts)) {
+        let Some(since_warm_up) = at.checked_sub(self.warm_up) else { return };
+        if let Some(second) = self.outcome.second_counts.get_mut((since_warm_up / SECOND) as usize) {
+            update(second);
         }
     }
 
     fn finish(mut self) -> SeedOutcome {
-        self.run.imbalance = self.cluster.imbalance.average();
-        self.run.open_at_end = self.connections.len();
-        if !self.run.second_counts.is_empty() {
+        self.outcome.imbalance = self.cluster.imbalance.average();
+        self.outcome.open_connections_at_end = self.connections.len();
+        if !self.outcome.second_counts.is_empty() {
             // Open connections may have been broken within a reported second.
             while let Some(connection) = self.connections.close_next() {
                 if let Some(at) = self.balancer.first_break_time(&connection, &self.cluster) {
-                    let noticed = self.notice_time(&connection, at);
-                    self.update_second(noticed, |second| second.broken += 1);
+                    let noticed_at = self.notice_time(&connection, at);
+                    self.update_second_counts(noticed_at, |second| second.broken_connections += 1);
                 }
             }
         }
-        self.run
+        self.outcome
     }
 }
 

@@ -7,37 +7,37 @@ use super::Config;
 use super::balancer::{Balancer, PlacedConnection};
 use super::buckets::BucketTable;
 use super::clock::Nanoseconds;
-use super::cluster::{Cluster, id_of};
+use super::cluster::{Cluster, server_id};
 use super::connections::{Connection, Connections};
 use super::method::HashLayout;
 
 /// Returns the smallest power of two that gives every server at least `buckets_per_server` buckets.
-pub fn bucket_count(servers: usize, per_server: u32) -> usize {
-    (servers * per_server as usize).next_power_of_two()
+pub fn bucket_count(servers: usize, buckets_per_server: u32) -> usize {
+    (servers * buckets_per_server as usize).next_power_of_two()
 }
 
 /// Minimum number of buckets per server according to Maglev's paper (NSDI'16, Sect. 5.3).
 const MAGLEV_BUCKETS_PER_SERVER: usize = 100;
 
 /// Larger table size in Maglev's paper (NSDI'16, Sect. 5.3), for pools that need more buckets than the default size.
-const MAGLEV_LARGE_SIZE: usize = 655_373;
+const MAGLEV_LARGE_TABLE_SIZE: usize = 655_373;
 
 impl HashLayout {
     /// Returns the number of buckets of a table with this layout.
-    pub fn size(self, servers: usize, per_server: u32) -> usize {
+    pub fn size(self, servers: usize, buckets_per_server: u32) -> usize {
         match self {
-            HashLayout::Striped | HashLayout::Ring => bucket_count(servers, per_server),
+            HashLayout::Striped | HashLayout::Ring => bucket_count(servers, buckets_per_server),
             HashLayout::Maglev if servers * MAGLEV_BUCKETS_PER_SERVER <= MAGLEV_PUBLISHED_SIZE => MAGLEV_PUBLISHED_SIZE,
-            HashLayout::Maglev => MAGLEV_LARGE_SIZE,
+            HashLayout::Maglev => MAGLEV_LARGE_TABLE_SIZE,
         }
     }
 
     /// Returns for each bucket the index of its server in `servers`.
-    pub fn positions(self, servers: &[ServerId], size: usize) -> Vec<usize> {
+    pub fn server_indices(self, servers: &[ServerId], table_size: usize) -> Vec<usize> {
         match self {
-            HashLayout::Striped => modulo_table(servers.len(), size),
-            HashLayout::Ring => ring_table(servers, size),
-            HashLayout::Maglev => maglev_table(servers, size),
+            HashLayout::Striped => modulo_table(servers.len(), table_size),
+            HashLayout::Ring => ring_table(servers, table_size),
+            HashLayout::Maglev => maglev_table(servers, table_size),
         }
     }
 }
@@ -51,31 +51,31 @@ pub struct StatelessHashing {
 
 impl StatelessHashing {
     pub fn new(layout: HashLayout, config: &Config) -> Self {
-        let size = layout.size(config.servers, config.buckets_per_server);
-        Self { layout, table: BucketTable::new(size, false, config.by_second) }
+        let table_size = layout.size(config.servers, config.buckets_per_server);
+        Self { layout, table: BucketTable::new(table_size, false, config.has_second_counts) }
     }
 
     /// Returns the current server of a connection's packets.
     pub fn server_of(&self, identity: u64) -> u16 {
-        self.table.server(self.table.bucket(identity))
+        self.table.server(self.table.bucket_of_connection(identity))
     }
 }
 
 impl Balancer for StatelessHashing {
-    fn place(&mut self, identity: u64, _cluster: &Cluster) -> PlacedConnection {
+    fn place_connection(&mut self, identity: u64, _cluster: &Cluster) -> PlacedConnection {
         PlacedConnection { server: self.server_of(identity), core: 0, stored_state: self.table.last_change_number() }
     }
 
     fn servers_changed(&mut self, cluster: &Cluster) {
-        let ids: Vec<ServerId> = cluster.members().iter().copied().map(id_of).collect();
+        let ids: Vec<ServerId> = cluster.members().iter().copied().map(server_id).collect();
         self.table.begin_change(cluster.now);
-        for (bucket, position) in self.layout.positions(&ids, self.table.len()).into_iter().enumerate() {
+        for (bucket, position) in self.layout.server_indices(&ids, self.table.len()).into_iter().enumerate() {
             self.table.assign(bucket, cluster.members()[position]);
         }
     }
 
     fn first_break_time(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
-        self.table.broken_at(connection, cluster.now)
+        self.table.first_break_time(connection, cluster.now)
     }
 }
 
@@ -84,19 +84,19 @@ impl Balancer for StatelessHashing {
 /// that stores the connection.
 #[derive(Debug)]
 pub struct StatefulHashing {
-    hashed: StatelessHashing,
+    fallback: StatelessHashing,
     load_balancer_mask: u64,
 }
 
 impl StatefulHashing {
     pub fn new(layout: HashLayout, config: &Config) -> Self {
-        Self { hashed: StatelessHashing::new(layout, config), load_balancer_mask: 0 }
+        Self { fallback: StatelessHashing::new(layout, config), load_balancer_mask: 0 }
     }
 
     /// Returns the current server of packets at a load balancer without an entry for the connection.
     #[cfg(test)]
     pub fn server_of(&self, identity: u64) -> u16 {
-        self.hashed.server_of(identity)
+        self.fallback.server_of(identity)
     }
 }
 
@@ -105,27 +105,30 @@ fn load_balancer_bits(load_balancers: &[u8]) -> u64 {
 }
 
 impl Balancer for StatefulHashing {
-    fn place(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
-        PlacedConnection { stored_state: 1 << cluster.load_balancer(identity), ..self.hashed.place(identity, cluster) }
+    fn place_connection(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
+        PlacedConnection {
+            stored_state: 1 << cluster.load_balancer(identity),
+            ..self.fallback.place_connection(identity, cluster)
+        }
     }
 
     fn servers_changed(&mut self, cluster: &Cluster) {
         self.load_balancer_mask = load_balancer_bits(cluster.load_balancers());
-        self.hashed.servers_changed(cluster);
+        self.fallback.servers_changed(cluster);
     }
 
     /// Checks all connections, because each may now reach another load balancer. Hashed connections keep their server.
     fn load_balancers_changed(&mut self, cluster: &Cluster, connections: &mut Connections) {
         // A load balancer that stops or restarts loses its state.
-        let kept = self.load_balancer_mask & load_balancer_bits(cluster.load_balancers());
+        let surviving_mask = self.load_balancer_mask & load_balancer_bits(cluster.load_balancers());
         self.load_balancer_mask = load_balancer_bits(cluster.load_balancers());
-        let hashed = &self.hashed;
+        let fallback = &self.fallback;
         for connection in connections.iter_mut().filter(|connection| connection.rerouted_at.is_none()) {
-            connection.stored_state &= kept;
-            let reached = 1 << cluster.load_balancer(connection.identity);
-            if connection.stored_state & reached == 0 {
-                connection.stored_state |= reached;
-                if hashed.server_of(connection.identity) != connection.server {
+            connection.stored_state &= surviving_mask;
+            let current_bit = 1 << cluster.load_balancer(connection.identity);
+            if connection.stored_state & current_bit == 0 {
+                connection.stored_state |= current_bit;
+                if fallback.server_of(connection.identity) != connection.server {
                     connection.rerouted_at = Some(cluster.now);
                 }
             }

@@ -5,83 +5,83 @@ use super::clock::Nanoseconds;
 
 /// Tracker of the imbalance of the pool, which processes every change in constant time.
 #[derive(Debug)]
-pub struct Imbalance {
+pub struct ImbalanceTracker {
     /// Number of servers for each number of connections.
     server_histogram: Vec<u32>,
-    servers: u64,
-    connections: u64,
+    server_count: u64,
+    connection_count: u64,
     max_connections: usize,
     updated_at: Nanoseconds,
     /// Integral of the imbalance (max/mean) over the time with connections, and that time.
-    weighted_time: f64,
+    imbalance_integral: f64,
     measured_time: f64,
 }
 
-impl Imbalance {
+impl ImbalanceTracker {
     /// Returns a tracker without servers, which measures from `start` on.
-    pub fn from(start: Nanoseconds) -> Self {
+    pub fn starting_at(start: Nanoseconds) -> Self {
         Self {
             server_histogram: vec![0],
-            servers: 0,
-            connections: 0,
+            server_count: 0,
+            connection_count: 0,
             max_connections: 0,
             updated_at: start,
-            weighted_time: 0.0,
+            imbalance_integral: 0.0,
             measured_time: 0.0,
         }
     }
 
     /// Adds the time until `now`, during which the connection counts were the current ones.
-    pub fn advance(&mut self, now: Nanoseconds) {
+    pub fn advance_to(&mut self, now: Nanoseconds) {
         if now <= self.updated_at {
             return;
         }
-        if self.connections > 0 {
+        if self.connection_count > 0 {
             let elapsed = (now - self.updated_at) as f64;
-            self.weighted_time += self.current() * elapsed;
+            self.imbalance_integral += self.current_imbalance() * elapsed;
             self.measured_time += elapsed;
         }
         self.updated_at = now;
     }
 
     /// Returns the current imbalance (max/mean); there must be connections.
-    fn current(&self) -> f64 {
-        (self.max_connections as u64 * self.servers) as f64 / self.connections as f64
+    fn current_imbalance(&self) -> f64 {
+        (self.max_connections as u64 * self.server_count) as f64 / self.connection_count as f64
     }
 
     /// Returns the imbalance (max/mean) as an average over the time with connections; 1.0 without any connection.
     pub fn average(&self) -> f64 {
-        if self.measured_time > 0.0 { self.weighted_time / self.measured_time } else { 1.0 }
+        if self.measured_time > 0.0 { self.imbalance_integral / self.measured_time } else { 1.0 }
     }
 
     pub fn add_server(&mut self, connections: u32) {
-        self.servers += 1;
-        self.connections += u64::from(connections);
-        self.insert(connections as usize);
+        self.server_count += 1;
+        self.connection_count += u64::from(connections);
+        self.add_to_histogram(connections as usize);
     }
 
     /// Removes a server that has `connections` connections.
     pub fn remove_server(&mut self, connections: u32) {
-        self.servers -= 1;
-        self.connections -= u64::from(connections);
-        self.remove(connections as usize);
+        self.server_count -= 1;
+        self.connection_count -= u64::from(connections);
+        self.remove_from_histogram(connections as usize);
     }
 
     /// Adds a connection to a server that had `before` connections.
     pub fn connection_opened(&mut self, before: u32) {
-        self.connections += 1;
-        self.insert(before as usize + 1);
-        self.remove(before as usize);
+        self.connection_count += 1;
+        self.add_to_histogram(before as usize + 1);
+        self.remove_from_histogram(before as usize);
     }
 
     /// Removes a connection from a server that had `before` connections.
     pub fn connection_closed(&mut self, before: u32) {
-        self.connections -= 1;
-        self.insert(before as usize - 1);
-        self.remove(before as usize);
+        self.connection_count -= 1;
+        self.add_to_histogram(before as usize - 1);
+        self.remove_from_histogram(before as usize);
     }
 
-    fn insert(&mut self, connections: usize) {
+    fn add_to_histogram(&mut self, connections: usize) {
         if connections >= self.server_histogram.len() {
             self.server_histogram.resize(connections + 1, 0);
         }
@@ -89,7 +89,7 @@ impl Imbalance {
         self.max_connections = self.max_connections.max(connections);
     }
 
-    fn remove(&mut self, connections: usize) {
+    fn remove_from_histogram(&mut self, connections: usize) {
         self.server_histogram[connections] -= 1;
         while self.max_connections > 0 && self.server_histogram[self.max_connections] == 0 {
             self.max_connections -= 1;
@@ -104,20 +104,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn cached_counts_equal_a_full_count() {
+    fn tracked_imbalance_equals_one_computed_from_all_counts() {
         let mut rng = seeded_rng(1, 0);
-        let mut imbalance = Imbalance::from(1_000);
+        let mut imbalance = ImbalanceTracker::starting_at(1_000);
         let mut counts: Vec<Option<u32>> = vec![None; 8];
         let (mut area, mut measured) = (0.0, 0.0);
         for step in 1..5_000u64 {
             let now = step * 10;
-            let inside: Vec<u32> = counts.iter().flatten().copied().collect();
-            if now > 1_000 && inside.iter().sum::<u32>() > 0 {
-                let mean = f64::from(inside.iter().sum::<u32>()) / inside.len() as f64;
-                area += f64::from(*inside.iter().max().unwrap()) / mean * 10.0;
+            let pool_counts: Vec<u32> = counts.iter().flatten().copied().collect();
+            if now > 1_000 && pool_counts.iter().sum::<u32>() > 0 {
+                let mean = f64::from(pool_counts.iter().sum::<u32>()) / pool_counts.len() as f64;
+                area += f64::from(*pool_counts.iter().max().unwrap()) / mean * 10.0;
                 measured += 10.0;
             }
-            imbalance.advance(now);
+            imbalance.advance_to(now);
             let server = uniform_below(&mut rng, 8) as usize;
             match (&mut counts[server], uniform_below(&mut rng, 40)) {
                 (count @ None, 0..4) => {
@@ -141,10 +141,10 @@ mod tests {
     }
 
     #[test]
-    fn empty_pool_has_no_imbalance() {
-        let mut imbalance = Imbalance::from(0);
+    fn pool_without_connections_has_no_imbalance() {
+        let mut imbalance = ImbalanceTracker::starting_at(0);
         imbalance.add_server(0);
-        imbalance.advance(100);
+        imbalance.advance_to(100);
         assert_eq!(imbalance.average(), 1.0);
     }
 }

@@ -23,7 +23,7 @@ pub enum Method {
     /// `history-tag[-kept]:BITS[:LAYOUT]`: the cookie names the recent configuration by which its connection is hashed.
     HistoryTag {
         /// Number of bits of the tag, 0 to [`MAX_TAG_BITS`].
-        bits: u8,
+        tag_bits: u8,
         /// Whether open connections get newer tags.
         renews_tags: bool,
         /// Layout of the table of buckets.
@@ -33,7 +33,7 @@ pub enum Method {
     /// candidates.
     HashIndex {
         /// Number of bits of the index, 0 to [`MAX_INDEX_BITS`].
-        bits: u8,
+        index_bits: u8,
         /// Number of bits of an additional history tag, 0 to [`MAX_TAG_BITS`].
         tag_bits: u8,
         /// Layout of the table of buckets.
@@ -47,9 +47,9 @@ pub enum Method {
 }
 
 /// Maximum number of tag bits, which fit into the 16 bits of a cookie together with an index.
-pub const TAG_BITS_MAX: u8 = 12;
+pub const MAX_TAG_BITS: u8 = 12;
 /// Maximum number of index bits, for 16 hash functions.
-pub const INDEX_BITS_MAX: u8 = 4;
+pub const MAX_INDEX_BITS: u8 = 4;
 
 /// Layout of a table of buckets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -112,7 +112,7 @@ pub enum MethodError {
 }
 
 /// Syntax of all methods, with their parameters.
-const SYNTAX: [&str; 11] = [
+const METHOD_SYNTAX: [&str; 11] = [
     "hash",
     "consistent-hash",
     "maglev",
@@ -138,8 +138,8 @@ fn parse_bits_and_layout(parameter: &str) -> Result<(&str, HashLayout), MethodEr
     }
 }
 
-fn parse_bits(most: u8, text: &str) -> Option<u8> {
-    text.parse().ok().filter(|bits| *bits <= most)
+fn parse_bits(max_bits: u8, text: &str) -> Option<u8> {
+    text.parse().ok().filter(|bits| *bits <= max_bits)
 }
 
 impl FromStr for Method {
@@ -158,26 +158,26 @@ impl FromStr for Method {
             ("stateful-hash", Some(layout)) => Ok(Method::Stateful(HashLayout::parse_name(layout)?)),
             (HISTORY_TAG | HISTORY_TAG_KEPT, parameter) => {
                 let (bits, layout) = parse_bits_and_layout(parameter.unwrap_or_default())?;
-                let bits = parse_bits(TAG_BITS_MAX, bits).ok_or_else(|| MethodError::Bits(given.to_owned()))?;
-                Ok(Method::HistoryTag { bits, renews_tags: name == HISTORY_TAG, layout })
+                let bits = parse_bits(MAX_TAG_BITS, bits).ok_or_else(|| MethodError::Bits(given.to_owned()))?;
+                Ok(Method::HistoryTag { tag_bits: bits, renews_tags: name == HISTORY_TAG, layout })
             }
             (HASH_INDEX, parameter) => {
                 let (bits, layout) = parse_bits_and_layout(parameter.unwrap_or_default())?;
                 let (bits, tag_bits) = bits.split_once('+').unwrap_or((bits, "0"));
-                let both = parse_bits(INDEX_BITS_MAX, bits).zip(parse_bits(TAG_BITS_MAX, tag_bits));
-                let (bits, tag_bits) = both.ok_or_else(|| MethodError::Bits(given.to_owned()))?;
-                Ok(Method::HashIndex { bits, tag_bits, layout })
+                let parsed_bits = parse_bits(MAX_INDEX_BITS, bits).zip(parse_bits(MAX_TAG_BITS, tag_bits));
+                let (bits, tag_bits) = parsed_bits.ok_or_else(|| MethodError::Bits(given.to_owned()))?;
+                Ok(Method::HashIndex { index_bits: bits, tag_bits, layout })
             }
             ("cheetah", None) => Err(MethodError::NoPolicy),
             ("cheetah", Some(requested)) => {
-                let known = policy::names().into_iter().find(|name| *name == requested);
-                let policy = known.ok_or_else(|| UnknownName::new("policy", requested, policy::names()))?;
+                let known_policy = policy::names().into_iter().find(|name| *name == requested);
+                let policy = known_policy.ok_or_else(|| UnknownName::new("policy", requested, policy::names()))?;
                 Ok(Method::Cheetah { policy })
             }
             (name, parameter) => match (HashLayout::from_name(name), parameter) {
                 (Some(layout), None) => Ok(Method::Hashed(layout)),
                 (Some(_), Some(_)) => Err(MethodError::Parameter(given.to_owned())),
-                (None, _) => Err(UnknownName::new("method", given, SYNTAX).into()),
+                (None, _) => Err(UnknownName::new("method", given, METHOD_SYNTAX).into()),
             },
         }
     }
@@ -190,12 +190,14 @@ impl fmt::Display for Method {
             Method::Beamer { threshold: None } => f.write_str("beamer"),
             Method::Beamer { threshold: Some(threshold) } => write!(f, "beamer:{threshold}"),
             Method::Stateful(layout) => write!(f, "stateful-hash{}", layout.suffix()),
-            Method::HistoryTag { bits, renews_tags, layout } => {
+            Method::HistoryTag { tag_bits: bits, renews_tags, layout } => {
                 let name = if *renews_tags { HISTORY_TAG } else { HISTORY_TAG_KEPT };
                 write!(f, "{name}:{bits}{}", layout.suffix())
             }
-            Method::HashIndex { bits, tag_bits: 0, layout } => write!(f, "{HASH_INDEX}:{bits}{}", layout.suffix()),
-            Method::HashIndex { bits, tag_bits, layout } => {
+            Method::HashIndex { index_bits: bits, tag_bits: 0, layout } => {
+                write!(f, "{HASH_INDEX}:{bits}{}", layout.suffix())
+            }
+            Method::HashIndex { index_bits: bits, tag_bits, layout } => {
                 write!(f, "{HASH_INDEX}:{bits}+{tag_bits}{}", layout.suffix())
             }
             Method::Cheetah { policy } => write!(f, "cheetah:{policy}"),
@@ -228,8 +230,8 @@ mod tests {
             "hash-index:1",
             "hash-index:2+4:consistent-hash",
         ];
-        let cheetah = policy::names().into_iter().map(|name| format!("cheetah:{name}"));
-        for name in names.map(String::from).into_iter().chain(cheetah) {
+        let cheetah_methods = policy::names().into_iter().map(|name| format!("cheetah:{name}"));
+        for name in names.map(String::from).into_iter().chain(cheetah_methods) {
             assert_eq!(name.parse::<Method>().unwrap().to_string(), name);
         }
     }

@@ -10,13 +10,13 @@ pub struct ConnectionKind {
     pub duration: Nanoseconds,
     /// Number of packets from the server, at equal intervals over the duration; at least 1. The client acknowledges
     /// each.
-    pub packets: u32,
+    pub packet_count: u32,
 }
 
 /// Mix of Cheetah's large web server (Barbette et al., NSDI'20, Sect. 2.1 and 5.3): the 908 requests of
 /// `includes/duration_high.path` of github.com/cheetahlb/experiments, grouped. Each entry has duration (us), size
 /// (bytes) and count. Median 0.54 s, mean 26.3 s, maximum 150 s.
-const WEB_SERVER: [(u64, f64, u16); 33] = [
+const WEB_SERVER_CONNECTIONS: [(u64, f64, u16); 33] = [
     (1_015, 58.988, 1),
     (1_015, 83.440, 11),
     (1_015, 157.041, 87),
@@ -56,34 +56,36 @@ const WEB_SERVER: [(u64, f64, u16); 33] = [
 const BYTES_PER_PACKET: f64 = 125.0;
 
 #[derive(Debug, Clone)]
-pub struct Mix {
+pub struct ConnectionMix {
     kinds: Vec<ConnectionKind>,
     /// Indices of the kinds, each repeated by its weight.
     weighted_kinds: Vec<u8>,
     mean_duration: f64,
 }
 
-impl Mix {
+impl ConnectionMix {
     pub fn web_server() -> Self {
-        let kind = |(microseconds, bytes, _): &(u64, f64, u16)| ConnectionKind {
+        let to_kind = |(microseconds, bytes, _): &(u64, f64, u16)| ConnectionKind {
             duration: microseconds * 1_000,
-            packets: ((bytes / BYTES_PER_PACKET) as u32).max(1),
+            packet_count: ((bytes / BYTES_PER_PACKET) as u32).max(1),
         };
-        let weights = WEB_SERVER.iter().enumerate();
-        let drawn_from =
-            weights.flat_map(|(kind, (.., weight))| std::iter::repeat_n(kind as u8, usize::from(*weight))).collect();
-        Self::new(WEB_SERVER.iter().map(kind).collect(), drawn_from)
+        let indexed_entries = WEB_SERVER_CONNECTIONS.iter().enumerate();
+        let weighted_kinds = indexed_entries
+            .flat_map(|(kind, (.., weight))| std::iter::repeat_n(kind as u8, usize::from(*weight)))
+            .collect();
+        Self::new(WEB_SERVER_CONNECTIONS.iter().map(to_kind).collect(), weighted_kinds)
     }
 
     /// Returns a mix in which all connections have a duration of `seconds`.
     #[cfg(test)]
     pub fn constant(seconds: f64) -> Self {
-        Self::new(vec![ConnectionKind { duration: super::clock::from_seconds(seconds), packets: 1 }], vec![0])
+        Self::new(vec![ConnectionKind { duration: super::clock::from_seconds(seconds), packet_count: 1 }], vec![0])
     }
 
     fn new(kinds: Vec<ConnectionKind>, weighted_kinds: Vec<u8>) -> Self {
-        let total: u128 = weighted_kinds.iter().map(|kind| u128::from(kinds[usize::from(*kind)].duration)).sum();
-        let mean_duration = total as f64 / weighted_kinds.len() as f64;
+        let total_duration: u128 =
+            weighted_kinds.iter().map(|kind| u128::from(kinds[usize::from(*kind)].duration)).sum();
+        let mean_duration = total_duration as f64 / weighted_kinds.len() as f64;
         Self { kinds, weighted_kinds, mean_duration }
     }
 
@@ -98,7 +100,7 @@ impl Mix {
     }
 
     /// Draws a random kind and returns its index.
-    pub fn draw(&self, rng: &mut impl rand::Rng) -> u8 {
+    pub fn draw_kind(&self, rng: &mut impl rand::Rng) -> u8 {
         self.weighted_kinds[uniform_below(rng, self.weighted_kinds.len() as u32) as usize]
     }
 
@@ -119,13 +121,13 @@ mod tests {
 
     #[test]
     fn web_server_mix_equals_the_published_one() {
-        let mix = Mix::web_server();
+        let mix = ConnectionMix::web_server();
         assert_eq!(mix.weighted_kinds().len(), 908);
         // Values of the file: mean 26.3013 s, median 0.544234 s, maximum 150.403355 s, mean size 6.2 KB.
         assert!((mix.mean_duration() / 1e9 - 26.3013).abs() < 1e-4, "{}", mix.mean_duration());
         assert_eq!(mix.kinds()[usize::from(mix.weighted_kinds()[454])].duration, from_seconds(0.544234));
         assert_eq!(mix.longest_duration(), 150_403_355_000);
-        let bytes: f64 = WEB_SERVER.iter().map(|(_, bytes, weight)| bytes * f64::from(*weight)).sum();
+        let bytes: f64 = WEB_SERVER_CONNECTIONS.iter().map(|(_, bytes, weight)| bytes * f64::from(*weight)).sum();
         assert!((bytes / 908.0 - 6_200.0).abs() < 50.0, "{}", bytes / 908.0);
     }
 }

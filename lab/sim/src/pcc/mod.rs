@@ -21,16 +21,16 @@ mod reference_tests;
 mod schedule;
 mod small_cookies;
 
-pub use arrivals::{Arrivals, ConnectionSource, RateWave};
+pub use arrivals::{ArrivalProcess, ConnectionSource, RateWave};
 use beamer::{Beamer, ThresholdControl};
 use cheetah::Cheetah;
 pub use cluster::{ClusterChange, LOAD_BALANCERS_MAX};
 use coreward_model::placement::BucketCount;
 use hashed::{StatefulHashing, StatelessHashing};
-pub use method::{HashLayout, INDEX_BITS_MAX, Method, MethodError, TAG_BITS_MAX};
-pub use mix::{ConnectionKind, Mix};
+pub use method::{HashLayout, MAX_INDEX_BITS, MAX_TAG_BITS, Method, MethodError};
+pub use mix::{ConnectionKind, ConnectionMix};
 pub use outcome::{MethodOutcome, Outcome, SecondCounts, SeedOutcome};
-pub use schedule::Updates;
+pub use schedule::ClusterUpdates;
 use small_cookies::{CookieFields, SmallCookies};
 
 use crate::par_map_ordered;
@@ -50,9 +50,9 @@ pub struct Config {
     /// Nominal number of servers in the pool, 1 to 7000.
     pub servers: usize,
     /// Process by which connections arrive.
-    pub arrivals: Arrivals,
+    pub arrivals: ArrivalProcess,
     /// Changes of servers and load balancers; random ones also happen during the warm-up.
-    pub updates: Updates,
+    pub updates: ClusterUpdates,
     /// Measured time after the warm-up (minutes).
     pub minutes: f64,
     /// Nominal number of load balancers, 1 to 32.
@@ -69,11 +69,11 @@ pub struct Config {
     /// sizes.)
     pub buckets_per_server: u32,
     /// Number of buckets of placement tables.
-    pub buckets: BucketCount,
+    pub bucket_count: BucketCount,
     /// Number of cores of each server, 1 to 128; they matter for crossrss.
     pub cores: u16,
     /// Whether the results of each second are counted; the memory grows with the number of changes.
-    pub by_second: bool,
+    pub has_second_counts: bool,
 }
 
 impl Default for Config {
@@ -82,8 +82,8 @@ impl Default for Config {
     fn default() -> Self {
         Self {
             servers: 468,
-            arrivals: Arrivals::Open { connections: 70_000.0 },
-            updates: Updates::PerMinute { servers: 80.0, load_balancers: 0.0 },
+            arrivals: ArrivalProcess::OpenLoop { mean_open_connections: 70_000.0 },
+            updates: ClusterUpdates::PerMinute { servers: 80.0, load_balancers: 0.0 },
             minutes: 2.0,
             load_balancers: 1,
             methods: DEFAULT_METHODS.iter().map(|name| name.parse().expect("it exists")).collect(),
@@ -91,9 +91,9 @@ impl Default for Config {
             load_info: LoadInfo::Current,
             report_ms: 100,
             buckets_per_server: 100,
-            buckets: BucketCount::new(2048).expect("a power of two"),
+            bucket_count: BucketCount::new(2048).expect("a power of two"),
             cores: 1,
-            by_second: false,
+            has_second_counts: false,
         }
     }
 }
@@ -104,26 +104,26 @@ impl Config {
     /// times follow the published counts of servers (`dynamic/BeamerNBSRV.csv` of github.com/cheetahlb/experiments), by
     /// which 6 joined.
     pub fn cheetah_figure_9() -> Self {
-        let steps = [(5, 1), (6, 2), (7, 2), (13, 1), (16, -2), (20, -1), (21, -1), (22, -3), (23, -1)];
-        let changes = steps.into_iter().flat_map(|(second, servers): (u32, i32)| {
+        let server_changes = [(5, 1), (6, 2), (7, 2), (13, 1), (16, -2), (20, -1), (21, -1), (22, -3), (23, -1)];
+        let changes = server_changes.into_iter().flat_map(|(second, servers): (u32, i32)| {
             let change = if servers > 0 { ClusterChange::AddServer } else { ClusterChange::RemoveServer };
             // A count covers the preceding second.
             std::iter::repeat_n((f64::from(second) - 0.5, change), servers.unsigned_abs() as usize)
         });
         Self {
             servers: 24,
-            arrivals: Arrivals::ClosedLoop {
+            arrivals: ArrivalProcess::ClosedLoop {
                 // Four machines generated the load.
                 clients: 4,
-                per_second: RateWave { base_per_s: 1_500.0, peak_per_s: 2_500.0, duration_s: 40.0 },
+                request_rate: RateWave { base_per_s: 1_500.0, peak_per_s: 2_500.0, duration_s: 40.0 },
             },
-            updates: Updates::Scheduled(changes.collect()),
+            updates: ClusterUpdates::Scheduled(changes.collect()),
             minutes: 45.0 / 60.0,
             methods: ["hash", "consistent-hash", "beamer", "cheetah:awrr"]
                 .map(|name| name.parse().expect("it exists"))
                 .to_vec(),
             seeds: 10,
-            by_second: true,
+            has_second_counts: true,
             ..Self::default()
         }
     }
@@ -183,75 +183,81 @@ const UPDATES_MAX: u32 = 6_000;
 
 /// Runs every method with every seed on all CPUs. Fails when a value is out of range.
 pub fn run(config: &Config) -> Result<Outcome, Error> {
-    check(config)?;
-    let mix = Mix::web_server();
+    check_config(config)?;
+    let mix = ConnectionMix::web_server();
     let seeds = 1..=config.seeds;
     let inputs: Vec<(Method, u64)> =
         config.methods.iter().flat_map(|method| seeds.clone().map(|seed| (*method, seed))).collect();
-    let runs = par_map_ordered(&inputs, |(method, seed)| run_one(config, &mix, *method, *seed));
-    let methods = config.methods.iter().zip(runs.chunks(config.seeds as usize));
-    Ok(Outcome { methods: methods.map(|(method, runs)| MethodOutcome::of(*method, runs.to_vec())).collect() })
+    let seed_outcomes = par_map_ordered(&inputs, |(method, seed)| run_method(config, &mix, *method, *seed));
+    let methods = config.methods.iter().zip(seed_outcomes.chunks(config.seeds as usize));
+    Ok(Outcome { methods: methods.map(|(method, runs)| MethodOutcome::new(*method, runs.to_vec())).collect() })
 }
 
-fn run_one(config: &Config, mix: &Mix, method: Method, seed: u64) -> SeedOutcome {
-    let servers = engine::server_count(config);
+fn run_method(config: &Config, mix: &ConnectionMix, method: Method, seed: u64) -> SeedOutcome {
+    let server_count = engine::server_count(config);
     match method {
         Method::Hashed(layout) => engine::simulate(config, mix, seed, StatelessHashing::new(layout, config)),
         Method::Beamer { threshold } => {
-            let start = arrivals::settling_time(&config.arrivals, mix) / 2;
-            let control = threshold.map(|threshold| ThresholdControl { threshold, start });
-            let beamer = Beamer::new(control, config, seed);
+            let suspensions_start = arrivals::settling_time(&config.arrivals, mix) / 2;
+            let threshold_control = threshold.map(|threshold| ThresholdControl { threshold, start: suspensions_start });
+            let beamer = Beamer::new(threshold_control, config, seed);
             engine::simulate(config, mix, seed, beamer)
         }
         Method::Stateful(layout) => engine::simulate(config, mix, seed, StatefulHashing::new(layout, config)),
-        Method::HistoryTag { bits, renews_tags, layout } => {
-            let fields = CookieFields { tag_bits: bits, renews_tags, index_bits: 0 };
-            let cookies = SmallCookies::new(fields, layout, config, servers, mix.longest_duration());
+        Method::HistoryTag { tag_bits: bits, renews_tags, layout } => {
+            let cookie_fields = CookieFields { tag_bits: bits, renews_tags, index_bits: 0 };
+            let cookies = SmallCookies::new(cookie_fields, layout, config, server_count, mix.longest_duration());
             engine::simulate(config, mix, seed, cookies)
         }
-        Method::HashIndex { bits, tag_bits, layout } => {
-            let fields = CookieFields { tag_bits, renews_tags: true, index_bits: bits };
-            let cookies = SmallCookies::new(fields, layout, config, servers, mix.longest_duration());
+        Method::HashIndex { index_bits: bits, tag_bits, layout } => {
+            let cookie_fields = CookieFields { tag_bits, renews_tags: true, index_bits: bits };
+            let cookies = SmallCookies::new(cookie_fields, layout, config, server_count, mix.longest_duration());
             engine::simulate(config, mix, seed, cookies)
         }
-        Method::Cheetah { policy } => engine::simulate(config, mix, seed, Cheetah::new(policy, config, servers, seed)),
+        Method::Cheetah { policy } => {
+            engine::simulate(config, mix, seed, Cheetah::new(policy, config, server_count, seed))
+        }
     }
 }
 
-fn check(config: &Config) -> Result<(), Error> {
-    let within = |value: f64, low: f64, high: f64| value >= low && value <= high;
+fn check_config(config: &Config) -> Result<(), Error> {
+    let is_within = |value: f64, low: f64, high: f64| value >= low && value <= high;
     if config.servers == 0 || config.servers > SERVERS_MAX {
         return Err(Error::Servers(config.servers));
     }
     match config.arrivals {
-        Arrivals::Open { connections } if !within(connections, 1.0, CONNECTIONS_MAX.into()) => {
+        ArrivalProcess::OpenLoop { mean_open_connections: connections }
+            if !is_within(connections, 1.0, CONNECTIONS_MAX.into()) =>
+        {
             return Err(Error::Connections(connections));
         }
-        Arrivals::ClosedLoop { clients, .. } if clients == 0 || clients > 1_000 => return Err(Error::Clients(clients)),
-        Arrivals::ClosedLoop { per_second, .. } => {
+        ArrivalProcess::ClosedLoop { clients, .. } if clients == 0 || clients > 1_000 => {
+            return Err(Error::Clients(clients));
+        }
+        ArrivalProcess::ClosedLoop { request_rate: per_second, .. } => {
             let rates = [per_second.base_per_s, per_second.peak_per_s];
             rates
-                .map(|rate| if within(rate, 1.0, 1e6) { Ok(()) } else { Err(Error::Requests(rate)) })
+                .map(|rate| if is_within(rate, 1.0, 1e6) { Ok(()) } else { Err(Error::Requests(rate)) })
                 .into_iter()
                 .collect::<Result<(), Error>>()?;
         }
-        Arrivals::Open { .. } => (),
+        ArrivalProcess::OpenLoop { .. } => (),
     }
     match &config.updates {
-        Updates::PerMinute { servers, load_balancers } => {
+        ClusterUpdates::PerMinute { servers, load_balancers } => {
             for rate in [*servers, *load_balancers] {
-                if !within(rate, 0.0, UPDATES_MAX.into()) {
+                if !is_within(rate, 0.0, UPDATES_MAX.into()) {
                     return Err(Error::UpdateRate(rate));
                 }
             }
         }
-        Updates::Scheduled(list) => {
-            let mut latest = 0.0;
+        ClusterUpdates::Scheduled(list) => {
+            let mut previous_at = 0.0;
             for (at, _) in list {
-                if !within(*at, latest, 86_400.0) {
+                if !is_within(*at, previous_at, 86_400.0) {
                     return Err(Error::ChangeAt(*at));
                 }
-                latest = *at;
+                previous_at = *at;
             }
         }
     }

@@ -12,12 +12,12 @@ pub struct SeedOutcome {
     /// Number of connections that ended after the warm-up.
     pub ended: u64,
     /// Number of connections that ended after the warm-up and were broken.
-    pub broken: u64,
+    pub broken_connections: u64,
     /// Imbalance (max/mean) of the servers' connections, averaged over time.
     pub imbalance: f64,
     /// Number of changes of servers and load balancers after the warm-up.
     pub updates: u64,
-    pub open_at_end: usize,
+    pub open_connections_at_end: usize,
     /// Results of each second after the warm-up, if [`super::Config::has_second_counts`] is set.
     pub second_counts: Vec<SecondCounts>,
 }
@@ -26,9 +26,9 @@ pub struct SeedOutcome {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SecondCounts {
     /// Number of connections that ended unbroken in this second.
-    pub completed: u64,
+    pub completed_connections: u64,
     /// Number of connections whose client noticed in this second that they were broken.
-    pub broken: u64,
+    pub broken_connections: u64,
     /// Number of servers in the pool at the end of the second.
     pub servers: usize,
 }
@@ -36,14 +36,14 @@ pub struct SecondCounts {
 impl SeedOutcome {
     /// Returns the share of broken connections among those that ended (%).
     pub fn broken_pct(&self) -> f64 {
-        if self.ended == 0 { 0.0 } else { 100.0 * self.broken as f64 / self.ended as f64 }
+        if self.ended == 0 { 0.0 } else { 100.0 * self.broken_connections as f64 / self.ended as f64 }
     }
 }
 
 impl SecondCounts {
     /// Returns the number of broken connections relative to the completed ones (%; Cheetah, NSDI'20, Fig. 9).
     pub fn broken_pct(&self) -> f64 {
-        100.0 * self.broken as f64 / self.completed.max(1) as f64
+        100.0 * self.broken_connections as f64 / self.completed_connections.max(1) as f64
     }
 }
 
@@ -66,14 +66,14 @@ pub struct MethodOutcome {
 
 impl MethodOutcome {
     /// Summarizes the results of the runs, of which there must be at least one.
-    pub(super) fn of(method: Method, runs: Vec<SeedOutcome>) -> Self {
-        let spread = |value: fn(&SeedOutcome) -> f64| {
-            SeedSummary::of(&runs.iter().map(value).collect::<Vec<_>>()).expect("at least one seed")
+    pub(super) fn new(method: Method, runs: Vec<SeedOutcome>) -> Self {
+        let summarize = |value: fn(&SeedOutcome) -> f64| {
+            SeedSummary::from_values(&runs.iter().map(value).collect::<Vec<_>>()).expect("at least one seed")
         };
         Self {
             method,
-            broken_pct: spread(SeedOutcome::broken_pct),
-            imbalance: spread(|run| run.imbalance),
+            broken_pct: summarize(SeedOutcome::broken_pct),
+            imbalance: summarize(|run| run.imbalance),
             connections: runs.iter().map(|run| run.ended).sum(),
             updates: runs.iter().map(|run| run.updates).sum(),
             runs,
@@ -104,22 +104,22 @@ impl Printable for Outcome {
     }
 
     fn rows(&self) -> Vec<Vec<String>> {
-        let row = |outcome: &MethodOutcome| {
-            let pct = |value: f64| format!("{value:.3}");
-            let ratio = |value: f64| format!("{value:.4}");
+        let method_row = |outcome: &MethodOutcome| {
+            let format_pct = |value: f64| format!("{value:.3}");
+            let format_ratio = |value: f64| format!("{value:.4}");
             let (broken, imbalance) = (outcome.broken_pct, outcome.imbalance);
             vec![
                 outcome.method.to_string(),
-                pct(broken.median),
-                pct(broken.low),
-                pct(broken.high),
-                ratio(imbalance.median),
-                ratio(imbalance.low),
-                ratio(imbalance.high),
+                format_pct(broken.median),
+                format_pct(broken.low),
+                format_pct(broken.high),
+                format_ratio(imbalance.median),
+                format_ratio(imbalance.low),
+                format_ratio(imbalance.high),
                 outcome.connections.to_string(),
                 outcome.updates.to_string(),
             ]
         };
-        self.methods.iter().map(row).collect()
+        self.methods.iter().map(method_row).collect()
     }
 }

@@ -10,117 +10,117 @@ use super::balancer::{Balancer, PlacedConnection};
 use super::beamer::{Beamer, ThresholdControl};
 use super::cheetah::Cheetah;
 use super::clock::Nanoseconds;
-use super::cluster::{Cluster, id_of};
+use super::cluster::{Cluster, server_id};
 use super::connections::{Connection, Connections};
 use super::engine::{server_count, simulate};
 use super::hashed::{StatefulHashing, StatelessHashing};
-use super::mix::Mix;
+use super::mix::ConnectionMix;
 use super::small_cookies::{CookieFields, SmallCookies};
-use super::{Arrivals, Config, HashLayout, SeedOutcome, Updates};
+use super::{ArrivalProcess, ClusterUpdates, Config, HashLayout, SeedOutcome};
 
 /// Reference model of the network, which decides the server that a connection's packets reach.
-trait Network<B> {
+trait ReferenceNetwork<B> {
     /// Updates the model after tables changed or load balancers stopped.
-    fn observe(&mut self, balancer: &B, cluster: &Cluster);
+    fn update(&mut self, balancer: &B, cluster: &Cluster);
 
     /// Records the placement of a connection's first packet.
-    fn begin(&mut self, connection: &Connection, cluster: &Cluster);
+    fn begin_connection(&mut self, connection: &Connection, cluster: &Cluster);
 
     /// Returns the server that a packet of the connection reaches.
-    fn send(&mut self, connection: &Connection, balancer: &B, cluster: &Cluster) -> u16;
+    fn send_packet(&mut self, connection: &Connection, balancer: &B, cluster: &Cluster) -> u16;
 }
 
 /// Balancer that also sends the packets of every open connection in the reference model, and compares the results.
-struct FollowedConnections<B, N> {
+struct CheckedBalancer<B, N> {
     balancer: B,
     network: N,
     /// Open connections by identity, each with the first time at which its packets reached another server.
-    open: BTreeMap<u64, (Connection, Option<Nanoseconds>)>,
+    open_connections: BTreeMap<u64, (Connection, Option<Nanoseconds>)>,
 }
 
-impl<B: Balancer, N: Network<B>> FollowedConnections<B, N> {
+impl<B: Balancer, N: ReferenceNetwork<B>> CheckedBalancer<B, N> {
     fn new(balancer: B, network: N) -> Self {
-        Self { balancer, network, open: BTreeMap::new() }
+        Self { balancer, network, open_connections: BTreeMap::new() }
     }
 
-    fn send_to_all(&mut self, cluster: &Cluster) {
-        self.network.observe(&self.balancer, cluster);
-        for (connection, broken) in self.open.values_mut().filter(|(_, broken)| broken.is_none()) {
-            if self.network.send(connection, &self.balancer, cluster) != connection.server {
+    fn send_on_all_connections(&mut self, cluster: &Cluster) {
+        self.network.update(&self.balancer, cluster);
+        for (connection, broken) in self.open_connections.values_mut().filter(|(_, broken)| broken.is_none()) {
+            if self.network.send_packet(connection, &self.balancer, cluster) != connection.server {
                 *broken = Some(cluster.now);
             }
         }
     }
 }
 
-impl<B: Balancer, N: Network<B>> Balancer for FollowedConnections<B, N> {
-    fn place(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
-        let placed = self.balancer.place(identity, cluster);
-        assert!(cluster.is_member(placed.server), "a new connection went to a server that is not in the pool");
-        placed
+impl<B: Balancer, N: ReferenceNetwork<B>> Balancer for CheckedBalancer<B, N> {
+    fn place_connection(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
+        let placement = self.balancer.place_connection(identity, cluster);
+        assert!(cluster.is_member(placement.server), "a new connection went to a server that is not in the pool");
+        placement
     }
 
     fn connection_opened(&mut self, connection: &Connection, cluster: &Cluster) {
-        self.network.begin(connection, cluster);
-        self.open.insert(connection.identity, (connection.clone(), None));
+        self.network.begin_connection(connection, cluster);
+        self.open_connections.insert(connection.identity, (connection.clone(), None));
         self.balancer.connection_opened(connection, cluster);
-        self.send_to_all(cluster);
+        self.send_on_all_connections(cluster);
     }
 
     fn connection_closed(&mut self, connection: &Connection, cluster: &Cluster) {
-        self.open.remove(&connection.identity);
+        self.open_connections.remove(&connection.identity);
         self.balancer.connection_closed(connection, cluster);
-        self.send_to_all(cluster);
+        self.send_on_all_connections(cluster);
     }
 
     fn servers_changed(&mut self, cluster: &Cluster) {
         self.balancer.servers_changed(cluster);
-        self.send_to_all(cluster);
+        self.send_on_all_connections(cluster);
     }
 
     fn load_balancers_changed(&mut self, cluster: &Cluster, connections: &mut Connections) {
         self.balancer.load_balancers_changed(cluster, connections);
-        self.send_to_all(cluster);
+        self.send_on_all_connections(cluster);
     }
 
-    fn takes_reports(&self) -> bool {
-        self.balancer.takes_reports()
+    fn uses_reports(&self) -> bool {
+        self.balancer.uses_reports()
     }
 
     fn process_reports(&mut self, cluster: &Cluster) {
         self.balancer.process_reports(cluster);
-        self.send_to_all(cluster);
+        self.send_on_all_connections(cluster);
     }
 
     fn first_break_time(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
-        let reported = self.balancer.first_break_time(connection, cluster);
-        assert_eq!(reported, self.open[&connection.identity].1, "{connection:?}");
-        reported
+        let first_break = self.balancer.first_break_time(connection, cluster);
+        assert_eq!(first_break, self.open_connections[&connection.identity].1, "{connection:?}");
+        first_break
     }
 }
 
 /// Model in which a packet goes to the current server of its bucket.
-struct ByBucket;
+struct BucketNetwork;
 
-impl Network<StatelessHashing> for ByBucket {
-    fn observe(&mut self, _: &StatelessHashing, _: &Cluster) {}
+impl ReferenceNetwork<StatelessHashing> for BucketNetwork {
+    fn update(&mut self, _: &StatelessHashing, _: &Cluster) {}
 
-    fn begin(&mut self, _: &Connection, _: &Cluster) {}
+    fn begin_connection(&mut self, _: &Connection, _: &Cluster) {}
 
-    fn send(&mut self, connection: &Connection, balancer: &StatelessHashing, _: &Cluster) -> u16 {
+    fn send_packet(&mut self, connection: &Connection, balancer: &StatelessHashing, _: &Cluster) -> u16 {
         balancer.server_of(connection.identity)
     }
 }
 
 /// Model with daisy chaining: the bucket's current server, or its previous one if the current one lacks the connection.
 #[derive(Default)]
-struct DaisyChained {
+struct DaisyChainingNetwork {
     current_servers: Vec<u16>,
     previous_servers: Vec<u16>,
 }
 
-impl Network<Beamer> for DaisyChained {
-    fn observe(&mut self, balancer: &Beamer, _: &Cluster) {
+impl ReferenceNetwork<Beamer> for DaisyChainingNetwork {
+    fn update(&mut self, balancer: &Beamer, _: &Cluster) {
         let table = balancer.table();
         if self.current_servers.is_empty() {
             self.current_servers = vec![u16::MAX; table.len()];
@@ -134,33 +134,37 @@ impl Network<Beamer> for DaisyChained {
         }
     }
 
-    fn begin(&mut self, _: &Connection, _: &Cluster) {}
+    fn begin_connection(&mut self, _: &Connection, _: &Cluster) {}
 
-    fn send(&mut self, connection: &Connection, balancer: &Beamer, _: &Cluster) -> u16 {
-        let bucket = balancer.table().bucket(connection.identity);
-        let knows = |server: u16| server == connection.server;
-        if knows(self.current_servers[bucket]) { self.current_servers[bucket] } else { self.previous_servers[bucket] }
+    fn send_packet(&mut self, connection: &Connection, balancer: &Beamer, _: &Cluster) -> u16 {
+        let bucket = balancer.table().bucket_of_connection(connection.identity);
+        let has_connection = |server: u16| server == connection.server;
+        if has_connection(self.current_servers[bucket]) {
+            self.current_servers[bucket]
+        } else {
+            self.previous_servers[bucket]
+        }
     }
 }
 
 /// Model with a connection table in every load balancer.
 #[derive(Default)]
-struct ConnectionTables {
+struct ConnectionTableNetwork {
     tables: BTreeMap<u8, BTreeMap<u64, u16>>,
 }
 
-impl Network<StatefulHashing> for ConnectionTables {
-    fn observe(&mut self, _: &StatefulHashing, cluster: &Cluster) {
-        let running: BTreeSet<u8> = cluster.load_balancers().iter().copied().collect();
-        self.tables.retain(|load_balancer, _| running.contains(load_balancer));
+impl ReferenceNetwork<StatefulHashing> for ConnectionTableNetwork {
+    fn update(&mut self, _: &StatefulHashing, cluster: &Cluster) {
+        let running_load_balancers: BTreeSet<u8> = cluster.load_balancers().iter().copied().collect();
+        self.tables.retain(|load_balancer, _| running_load_balancers.contains(load_balancer));
     }
 
-    fn begin(&mut self, connection: &Connection, cluster: &Cluster) {
+    fn begin_connection(&mut self, connection: &Connection, cluster: &Cluster) {
         let load_balancer = cluster.load_balancer(connection.identity);
         self.tables.entry(load_balancer).or_default().insert(connection.identity, connection.server);
     }
 
-    fn send(&mut self, connection: &Connection, balancer: &StatefulHashing, cluster: &Cluster) -> u16 {
+    fn send_packet(&mut self, connection: &Connection, balancer: &StatefulHashing, cluster: &Cluster) -> u16 {
         let table = self.tables.entry(cluster.load_balancer(connection.identity)).or_default();
         *table.entry(connection.identity).or_insert_with(|| balancer.server_of(connection.identity))
     }
@@ -168,43 +172,47 @@ impl Network<StatefulHashing> for ConnectionTables {
 
 /// Model with a table per tag; every connection has a tag and an index.
 #[derive(Default)]
-struct TablesByTag {
-    configurations: BTreeMap<u32, u32>,
+struct TagTableNetwork {
+    configuration_numbers: BTreeMap<u32, u32>,
     /// Tag in the last packet of each connection, by identity.
     tags: BTreeMap<u64, u32>,
 }
 
-impl Network<SmallCookies> for TablesByTag {
-    fn observe(&mut self, balancer: &SmallCookies, _: &Cluster) {
-        self.configurations.insert(balancer.current_number() % balancer.tag_count(), balancer.current_number());
+impl ReferenceNetwork<SmallCookies> for TagTableNetwork {
+    fn update(&mut self, balancer: &SmallCookies, _: &Cluster) {
+        self.configuration_numbers.insert(
+            balancer.current_configuration_number() % balancer.tag_count(),
+            balancer.current_configuration_number(),
+        );
     }
 
-    fn begin(&mut self, connection: &Connection, _: &Cluster) {
+    fn begin_connection(&mut self, connection: &Connection, _: &Cluster) {
         self.tags.insert(connection.identity, connection.stored_state as u32);
     }
 
-    fn send(&mut self, connection: &Connection, balancer: &SmallCookies, _: &Cluster) -> u16 {
+    fn send_packet(&mut self, connection: &Connection, balancer: &SmallCookies, _: &Cluster) -> u16 {
         let (identity, index) = (connection.identity, (connection.stored_state >> 32) as u32);
         let tag = self.tags.get_mut(&identity).unwrap();
-        let reached = balancer.server(self.configurations[&(*tag % balancer.tag_count())], identity, index);
-        let fresher = balancer.server(balancer.current_number(), identity, index) == reached;
-        if balancer.renews_tags() && fresher {
-            *tag = balancer.current_number();
+        let reached_server =
+            balancer.server(self.configuration_numbers[&(*tag % balancer.tag_count())], identity, index);
+        let keeps_server = balancer.server(balancer.current_configuration_number(), identity, index) == reached_server;
+        if balancer.renews_tags() && keeps_server {
+            *tag = balancer.current_configuration_number();
         }
-        reached
+        reached_server
     }
 }
 
 /// Model in which every packet contains the id of its server.
-struct ByCookie;
+struct CookieNetwork;
 
-impl Network<Cheetah> for ByCookie {
-    fn observe(&mut self, _: &Cheetah, _: &Cluster) {}
+impl ReferenceNetwork<Cheetah> for CookieNetwork {
+    fn update(&mut self, _: &Cheetah, _: &Cluster) {}
 
-    fn begin(&mut self, _: &Connection, _: &Cluster) {}
+    fn begin_connection(&mut self, _: &Connection, _: &Cluster) {}
 
-    fn send(&mut self, connection: &Connection, balancer: &Cheetah, _: &Cluster) -> u16 {
-        match balancer.cookie_of(connection) {
+    fn send_packet(&mut self, connection: &Connection, balancer: &Cheetah, _: &Cluster) -> u16 {
+        match balancer.decoded_cookie(connection) {
             Cookie::Server(server) => server.get(),
             Cookie::TableIndex(_) => panic!("the cookie of a stateless load balancer has an id"),
         }
@@ -215,22 +223,27 @@ impl Network<Cheetah> for ByCookie {
 fn churning_cluster(servers: usize, load_balancers: usize) -> Config {
     Config {
         servers,
-        arrivals: Arrivals::Open { connections: 60.0 },
-        updates: Updates::PerMinute { servers: 60.0, load_balancers: 30.0 },
+        arrivals: ArrivalProcess::OpenLoop { mean_open_connections: 60.0 },
+        updates: ClusterUpdates::PerMinute { servers: 60.0, load_balancers: 30.0 },
         minutes: 1.0,
         load_balancers,
         buckets_per_server: 4,
-        by_second: true,
+        has_second_counts: true,
         ..Config::default()
     }
 }
 
-fn check<B: Balancer, N: Network<B>>(config: &Config, seed: u64, balancer: B, network: N) -> SeedOutcome {
-    let run = simulate(config, &Mix::web_server(), seed, FollowedConnections::new(balancer, network));
-    assert!(run.ended > 50 && run.updates > 30, "{run:?}");
-    let by_second: u64 = run.second_counts.iter().map(|second| second.completed).sum();
-    assert_eq!(by_second, run.ended - run.broken);
-    run
+fn check_against_reference<B: Balancer, N: ReferenceNetwork<B>>(
+    config: &Config,
+    seed: u64,
+    balancer: B,
+    network: N,
+) -> SeedOutcome {
+    let outcome = simulate(config, &ConnectionMix::web_server(), seed, CheckedBalancer::new(balancer, network));
+    assert!(outcome.ended > 50 && outcome.updates > 30, "{outcome:?}");
+    let completed_in_seconds: u64 = outcome.second_counts.iter().map(|second| second.completed_connections).sum();
+    assert_eq!(completed_in_seconds, outcome.ended - outcome.broken_connections);
+    outcome
 }
 
 proptest! {
@@ -240,8 +253,8 @@ proptest! {
     fn bucket_tables_equal_the_reference(seed: u64, servers in 2usize..12, layout in 0usize..3) {
         let config = churning_cluster(servers, 2);
         let layout = [HashLayout::Striped, HashLayout::Ring, HashLayout::Maglev][layout];
-        let run = check(&config, seed, StatelessHashing::new(layout, &config), ByBucket);
-        prop_assert!(run.broken > 0);
+        let run = check_against_reference(&config, seed, StatelessHashing::new(layout, &config), BucketNetwork);
+        prop_assert!(run.broken_connections > 0);
     }
 
     #[test]
@@ -250,13 +263,14 @@ proptest! {
     ) {
         let config = churning_cluster(servers, 2);
         let control = threshold.map(|threshold| ThresholdControl { threshold, start: 20_000_000_000 });
-        check(&config, seed, Beamer::new(control, &config, seed), DaisyChained::default());
+        check_against_reference(&config, seed, Beamer::new(control, &config, seed), DaisyChainingNetwork::default());
     }
 
     #[test]
     fn connection_tables_equal_the_reference(seed: u64, servers in 2usize..12, load_balancers in 1usize..5) {
         let config = churning_cluster(servers, load_balancers);
-        check(&config, seed, StatefulHashing::new(HashLayout::Striped, &config), ConnectionTables::default());
+        check_against_reference(&config, seed, StatefulHashing::new(HashLayout::Striped, &config),
+            ConnectionTableNetwork::default());
     }
 
     #[test]
@@ -266,9 +280,9 @@ proptest! {
     ) {
         let config = churning_cluster(servers, 2);
         let layout = [HashLayout::Striped, HashLayout::Ring, HashLayout::Maglev][layout];
-        let (fields, mix) = (CookieFields { tag_bits, renews_tags, index_bits }, Mix::web_server());
+        let (fields, mix) = (CookieFields { tag_bits, renews_tags, index_bits }, ConnectionMix::web_server());
         let cookies = SmallCookies::new(fields, layout, &config, server_count(&config), mix.longest_duration());
-        check(&config, seed, cookies, TablesByTag::default());
+        check_against_reference(&config, seed, cookies, TagTableNetwork::default());
     }
 
     #[test]
@@ -276,31 +290,35 @@ proptest! {
         seed: u64, servers in 2usize..12, policy in proptest::sample::select(coreward_model::policy::names())
     ) {
         let config = Config { cores: 3, report_ms: 500, ..churning_cluster(servers, 3) };
-        let run = check(&config, seed, Cheetah::new(policy, &config, server_count(&config), seed), ByCookie);
-        prop_assert_eq!(run.broken, 0);
+        let run = check_against_reference(&config, seed, Cheetah::new(policy, &config, server_count(&config), seed),
+            CookieNetwork);
+        prop_assert_eq!(run.broken_connections, 0);
     }
 }
 
 /// Tests that the policies use current counts when these are available.
 #[test]
-fn least_and_pow2_use_present_counts() {
-    struct Checked(Cheetah, &'static str);
+fn least_and_pow2_use_current_counts() {
+    struct CheckedCheetah(Cheetah, &'static str);
 
-    impl Balancer for Checked {
-        fn place(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
-            let placed = self.0.place(identity, cluster);
+    impl Balancer for CheckedCheetah {
+        fn place_connection(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
+            let placement = self.0.place_connection(identity, cluster);
             let (chosen, least) = (
-                cluster.open_connections(placed.server),
+                cluster.open_connections(placement.server),
                 cluster.members().iter().map(|m| cluster.open_connections(*m)).min(),
             );
             if self.1 == "least" {
                 assert_eq!(Some(chosen), least);
             } else {
-                let drawn: [ServerId; 2] = self.0.drawn_servers(identity);
-                assert!(drawn.contains(&id_of(placed.server)));
-                assert_eq!(Some(chosen), drawn.iter().map(|server| cluster.open_connections(server.get())).min());
+                let compared_servers: [ServerId; 2] = self.0.compared_servers(identity);
+                assert!(compared_servers.contains(&server_id(placement.server)));
+                assert_eq!(
+                    Some(chosen),
+                    compared_servers.iter().map(|server| cluster.open_connections(server.get())).min()
+                );
             }
-            placed
+            placement
         }
 
         fn connection_opened(&mut self, connection: &Connection, cluster: &Cluster) {
@@ -313,7 +331,7 @@ fn least_and_pow2_use_present_counts() {
 
         fn servers_changed(&mut self, cluster: &Cluster) {
             self.0.servers_changed(cluster);
-            assert!(!self.0.takes_reports());
+            assert!(!self.0.uses_reports());
         }
 
         fn first_break_time(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
@@ -321,10 +339,11 @@ fn least_and_pow2_use_present_counts() {
         }
     }
 
-    let config = Config { arrivals: Arrivals::Open { connections: 2_000.0 }, ..churning_cluster(40, 2) };
+    let config =
+        Config { arrivals: ArrivalProcess::OpenLoop { mean_open_connections: 2_000.0 }, ..churning_cluster(40, 2) };
     for policy in ["least", "pow2"] {
-        let balancer = Checked(Cheetah::new(policy, &config, server_count(&config), 1), policy);
-        let run = simulate(&config, &Mix::web_server(), 1, balancer);
-        assert!(run.ended > 2_000 && run.broken == 0);
+        let balancer = CheckedCheetah(Cheetah::new(policy, &config, server_count(&config), 1), policy);
+        let run = simulate(&config, &ConnectionMix::web_server(), 1, balancer);
+        assert!(run.ended > 2_000 && run.broken_connections == 0);
     }
 }

@@ -12,7 +12,7 @@ const RNG_STREAM_CHANGES: u64 = 201;
 
 /// How servers and load balancers are added and removed during a run.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Updates {
+pub enum ClusterUpdates {
     /// Random changes (Poisson). Additions and removals have the same probability; a change that would leave the
     /// nominal size +- 10 % is replaced by its opposite.
     PerMinute {
@@ -32,65 +32,75 @@ pub fn max_deviation(nominal: usize) -> usize {
 /// Schedule of the changes in one simulation.
 #[derive(Debug)]
 pub struct ChangeSchedule {
-    updates: Updates,
+    updates: ClusterUpdates,
     rng: Xoshiro256PlusPlus,
-    next_change: Option<Nanoseconds>,
+    next_change_at: Option<Nanoseconds>,
     /// Index of the next change in [`ClusterUpdates::Scheduled`].
-    position: usize,
+    next_index: usize,
     nominal_counts: (usize, usize),
     warm_up: Nanoseconds,
 }
 
 impl ChangeSchedule {
     /// Creates the schedule for a cluster that has its nominal size.
-    pub fn new(updates: &Updates, cluster: &Cluster, warm_up: Nanoseconds, seed: u64) -> Self {
+    pub fn new(updates: &ClusterUpdates, cluster: &Cluster, warm_up: Nanoseconds, seed: u64) -> Self {
         let nominal_counts = (cluster.members().len(), cluster.load_balancers().len());
         let rng = seeded_rng(seed, RNG_STREAM_CHANGES);
         let mut schedule =
-            Self { updates: updates.clone(), rng, next_change: None, position: 0, nominal_counts, warm_up };
-        schedule.find_next(0);
+            Self { updates: updates.clone(), rng, next_change_at: None, next_index: 0, nominal_counts, warm_up };
+        schedule.schedule_next(0);
         schedule
     }
 
     /// Returns the time of the next change.
     pub fn next(&self) -> Option<Nanoseconds> {
-        self.next_change
+        self.next_change_at
     }
 
     /// Applies the next change. An impossible change (an addition without a spare server) is skipped, and gives `None`.
-    pub fn apply_next(&mut self, cluster: &mut Cluster) -> Option<ClusterChange> {
+    pub fn apply_next_change(&mut self, cluster: &mut Cluster) -> Option<ClusterChange> {
         let change = match &self.updates {
-            Updates::Scheduled(list) => list[self.position].1,
-            Updates::PerMinute { servers, load_balancers } => {
+            ClusterUpdates::Scheduled(list) => list[self.next_index].1,
+            ClusterUpdates::PerMinute { servers, load_balancers } => {
                 let total = servers + load_balancers;
-                let of_servers = load_balancers == &0.0 || uniform_unit(&mut self.rng) * total < *servers;
-                let add = uniform_below(&mut self.rng, 2) == 1;
-                random_change(of_servers, add, cluster, self.nominal_counts)
+                let changes_servers = load_balancers == &0.0 || uniform_unit(&mut self.rng) * total < *servers;
+                let is_addition = uniform_below(&mut self.rng, 2) == 1;
+                random_change(changes_servers, is_addition, cluster, self.nominal_counts)
             }
         };
-        self.position += 1;
-        self.find_next(cluster.now);
+        self.next_index += 1;
+        self.schedule_next(cluster.now);
         cluster.apply_change(change, &mut self.rng).then_some(change)
     }
 
-    fn find_next(&mut self, now: Nanoseconds) {
-        self.next_change = match &self.updates {
-            Updates::Scheduled(list) => list.get(self.position).map(|(at, _)| self.warm_up + from_seconds(*at)),
-            Updates::PerMinute { servers, load_balancers } => {
-                let per_second = (servers + load_balancers) / 60.0;
-                let gap = exponential(&mut self.rng);
-                (per_second > 0.0).then(|| now + from_seconds(gap / per_second))
+    fn schedule_next(&mut self, now: Nanoseconds) {
+        self.next_change_at = match &self.updates {
+            ClusterUpdates::Scheduled(list) => {
+                list.get(self.next_index).map(|(at, _)| self.warm_up + from_seconds(*at))
+            }
+            ClusterUpdates::PerMinute { servers, load_balancers } => {
+                let changes_per_second = (servers + load_balancers) / 60.0;
+                let unit_gap = exponential(&mut self.rng);
+                (changes_per_second > 0.0).then(|| now + from_seconds(unit_gap / changes_per_second))
             }
         };
     }
 }
 
-fn random_change(of_servers: bool, add: bool, cluster: &Cluster, nominal: (usize, usize)) -> ClusterChange {
-    let (count, nominal) =
-        if of_servers { (cluster.members().len(), nominal.0) } else { (cluster.load_balancers().len(), nominal.1) };
-    let fewest = nominal.saturating_sub(max_deviation(nominal)).max(1);
-    let add = (add || count <= fewest) && count < nominal + max_deviation(nominal);
-    match (of_servers, add) {
+fn random_change(
+    changes_servers: bool,
+    is_addition: bool,
+    cluster: &Cluster,
+    nominal_counts: (usize, usize),
+) -> ClusterChange {
+    let (count, nominal) = if changes_servers {
+        (cluster.members().len(), nominal_counts.0)
+    } else {
+        (cluster.load_balancers().len(), nominal_counts.1)
+    };
+    let min_count = nominal.saturating_sub(max_deviation(nominal)).max(1);
+    let is_addition = (is_addition || count <= min_count) && count < nominal + max_deviation(nominal);
+    match (changes_servers, is_addition) {
         (true, true) => ClusterChange::AddServer,
         (true, false) => ClusterChange::RemoveServer,
         (false, true) => ClusterChange::AddLoadBalancer,
@@ -103,14 +113,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn random_changes_keep_the_rate_and_the_size() {
+    fn random_changes_have_the_configured_rate_and_keep_the_size() {
         let mut cluster = Cluster::new(40, max_deviation(40), 4, 0);
-        let updates = Updates::PerMinute { servers: 60.0, load_balancers: 20.0 };
+        let updates = ClusterUpdates::PerMinute { servers: 60.0, load_balancers: 20.0 };
         let mut schedule = ChangeSchedule::new(&updates, &cluster, 0, 1);
         let (mut of_servers, mut of_load_balancers) = (0, 0);
         while schedule.next().unwrap() < from_seconds(6_000.0) {
-            cluster.advance(schedule.next().unwrap());
-            match schedule.apply_next(&mut cluster) {
+            cluster.advance_to(schedule.next().unwrap());
+            match schedule.apply_next_change(&mut cluster) {
                 Some(ClusterChange::AddServer | ClusterChange::RemoveServer) => of_servers += 1,
                 Some(_) => of_load_balancers += 1,
                 None => panic!("a random change can be made"),
@@ -123,19 +133,19 @@ mod tests {
     }
 
     #[test]
-    fn listed_changes_come_after_the_warm_up() {
+    fn scheduled_changes_come_after_the_warm_up() {
         let mut cluster = Cluster::new(2, 1, 1, 0);
-        let updates = Updates::Scheduled(vec![
+        let updates = ClusterUpdates::Scheduled(vec![
             (1.0, ClusterChange::AddServer),
             (1.0, ClusterChange::AddServer),
             (2.5, ClusterChange::RemoveServer),
         ]);
         let mut schedule = ChangeSchedule::new(&updates, &cluster, from_seconds(10.0), 1);
         assert_eq!(schedule.next(), Some(11_000_000_000));
-        assert_eq!(schedule.apply_next(&mut cluster), Some(ClusterChange::AddServer));
-        assert_eq!(schedule.apply_next(&mut cluster), None);
+        assert_eq!(schedule.apply_next_change(&mut cluster), Some(ClusterChange::AddServer));
+        assert_eq!(schedule.apply_next_change(&mut cluster), None);
         assert_eq!(schedule.next(), Some(12_500_000_000));
-        assert_eq!(schedule.apply_next(&mut cluster), Some(ClusterChange::RemoveServer));
+        assert_eq!(schedule.apply_next_change(&mut cluster), Some(ClusterChange::RemoveServer));
         assert_eq!(schedule.next(), None);
     }
 }

@@ -13,9 +13,9 @@ use coreward_model::ServerId;
 use coreward_model::placement::mix_hash;
 
 use super::balancer::{Balancer, PlacedConnection};
-use super::buckets::bucket_of;
+use super::buckets::hash_to_bucket;
 use super::clock::Nanoseconds;
-use super::cluster::{Cluster, id_of};
+use super::cluster::{Cluster, server_id};
 use super::connections::Connection;
 use super::method::HashLayout;
 use super::{Config, LoadInfo};
@@ -33,7 +33,7 @@ pub struct CookieFields {
 
 /// Configuration of the pool that is in force between two changes.
 #[derive(Debug)]
-struct Configuration {
+struct PoolConfiguration {
     /// Time at which the configuration came into force.
     start: Nanoseconds,
     /// Server of each bucket. The sequence repeats, because `hash` is periodic and needs no large table.
@@ -46,11 +46,11 @@ struct Configuration {
 pub struct SmallCookies {
     fields: CookieFields,
     layout: HashLayout,
-    buckets: usize,
+    bucket_count: usize,
     /// Configurations that an open connection may use, the current one last.
-    configurations: VecDeque<Configuration>,
+    configurations: VecDeque<PoolConfiguration>,
     /// Number of the first configuration that is stored.
-    first_number: u32,
+    first_configuration_number: u32,
     longest_duration: Nanoseconds,
     /// Number of connections of each server in the last report, for policies that only use reports.
     reported_connections: Option<Vec<u32>>,
@@ -68,9 +68,9 @@ impl SmallCookies {
         Self {
             fields,
             layout,
-            buckets: layout.size(config.servers, config.buckets_per_server),
+            bucket_count: layout.size(config.servers, config.buckets_per_server),
             configurations: VecDeque::new(),
-            first_number: 0,
+            first_configuration_number: 0,
             longest_duration,
             reported_connections: (config.load_info == LoadInfo::Reported).then(|| vec![0; servers]),
         }
@@ -87,22 +87,22 @@ impl SmallCookies {
         self.fields.renews_tags
     }
 
-    pub fn current_number(&self) -> u32 {
-        self.first_number + self.configurations.len() as u32 - 1
+    pub fn current_configuration_number(&self) -> u32 {
+        self.first_configuration_number + self.configurations.len() as u32 - 1
     }
 
     /// Returns the server that hash function `index` selects for a connection in a stored configuration.
-    pub fn server(&self, configuration: u32, identity: u64, index: u32) -> u16 {
+    pub fn server(&self, configuration_number: u32, identity: u64, index: u32) -> u16 {
         let hash = if index == 0 { identity } else { mix_hash(identity as u32 ^ index.wrapping_mul(0x9e37_79b9)) };
-        let servers = &self.configuration(configuration).servers;
-        servers[bucket_of(hash, self.buckets) % servers.len()]
+        let servers = &self.configuration(configuration_number).servers;
+        servers[hash_to_bucket(hash, self.bucket_count) % servers.len()]
     }
 
-    fn configuration(&self, number: u32) -> &Configuration {
-        &self.configurations[(number - self.first_number) as usize]
+    fn configuration(&self, number: u32) -> &PoolConfiguration {
+        &self.configurations[(number - self.first_configuration_number) as usize]
     }
 
-    fn connections(&self, server: u16, cluster: &Cluster) -> u32 {
+    fn connection_count(&self, server: u16, cluster: &Cluster) -> u32 {
         self.reported_connections
             .as_ref()
             .map_or_else(|| cluster.open_connections(server), |reported| reported[usize::from(server)])
@@ -110,41 +110,42 @@ impl SmallCookies {
 
     /// Returns the connection's tag in configuration `number`; `None` if load balancers can no longer find its server.
     /// `previous_tag` is its tag in the configuration before.
-    fn surviving_tag(&self, connection: &Connection, tagged: u32, number: u32) -> Option<u32> {
+    fn surviving_tag(&self, connection: &Connection, previous_tag: u32, number: u32) -> Option<u32> {
         let index = (connection.stored_state >> 32) as u32;
-        let same = self.server(number, connection.identity, index) == connection.server;
-        let reused = (number - tagged).is_multiple_of(self.tag_count());
-        match (same, reused) {
-            (true, _) if self.fields.renews_tags || reused => Some(number),
+        let has_same_server = self.server(number, connection.identity, index) == connection.server;
+        let is_tag_reused = (number - previous_tag).is_multiple_of(self.tag_count());
+        match (has_same_server, is_tag_reused) {
+            (true, _) if self.fields.renews_tags || is_tag_reused => Some(number),
             (false, true) => None,
-            _ => Some(tagged),
+            _ => Some(previous_tag),
         }
     }
 }
 
 impl Balancer for SmallCookies {
-    fn place(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
-        let present = self.current_number();
-        let choices = (0..1u32 << self.fields.index_bits).map(|index| (index, self.server(present, identity, index)));
-        let least = choices.min_by_key(|(_, server)| self.connections(*server, cluster));
-        let (index, server) = least.expect("there is at least one hash function");
-        PlacedConnection { server, core: 0, stored_state: u64::from(index) << 32 | u64::from(present) }
+    fn place_connection(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
+        let current_number = self.current_configuration_number();
+        let candidates =
+            (0..1u32 << self.fields.index_bits).map(|index| (index, self.server(current_number, identity, index)));
+        let least_loaded = candidates.min_by_key(|(_, server)| self.connection_count(*server, cluster));
+        let (index, server) = least_loaded.expect("there is at least one hash function");
+        PlacedConnection { server, core: 0, stored_state: u64::from(index) << 32 | u64::from(current_number) }
     }
 
     fn servers_changed(&mut self, cluster: &Cluster) {
-        let ids: Vec<ServerId> = cluster.members().iter().copied().map(id_of).collect();
-        let size = if self.layout == HashLayout::Striped { ids.len() } else { self.buckets };
-        let positions = self.layout.positions(&ids, size);
-        let servers = positions.into_iter().map(|position| cluster.members()[position]).collect();
-        self.configurations.push_back(Configuration { start: cluster.now, servers });
+        let ids: Vec<ServerId> = cluster.members().iter().copied().map(server_id).collect();
+        let table_size = if self.layout == HashLayout::Striped { ids.len() } else { self.bucket_count };
+        let server_indices = self.layout.server_indices(&ids, table_size);
+        let servers = server_indices.into_iter().map(|position| cluster.members()[position]).collect();
+        self.configurations.push_back(PoolConfiguration { start: cluster.now, servers });
         // A configuration is needed until the connections that began in it have ended.
         while self.configurations.get(1).is_some_and(|next| next.start + self.longest_duration < cluster.now) {
             self.configurations.pop_front();
-            self.first_number += 1;
+            self.first_configuration_number += 1;
         }
     }
 
-    fn takes_reports(&self) -> bool {
+    fn uses_reports(&self) -> bool {
         self.fields.index_bits > 0 && self.reported_connections.is_some()
     }
 
@@ -158,10 +159,10 @@ impl Balancer for SmallCookies {
     }
 
     fn first_break_time(&self, connection: &Connection, _cluster: &Cluster) -> Option<Nanoseconds> {
-        let mut tagged = connection.stored_state as u32;
-        for number in tagged + 1..=self.current_number() {
-            match self.surviving_tag(connection, tagged, number) {
-                Some(tag) => tagged = tag,
+        let mut last_tag = connection.stored_state as u32;
+        for number in last_tag + 1..=self.current_configuration_number() {
+            match self.surviving_tag(connection, last_tag, number) {
+                Some(tag) => last_tag = tag,
                 None => return Some(self.configuration(number).start),
             }
         }
@@ -172,13 +173,13 @@ impl Balancer for SmallCookies {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pcc::{Arrivals, Updates, run};
+    use crate::pcc::{ArrivalProcess, ClusterUpdates, run};
 
-    fn outcomes(methods: &[&str], updates_per_minute: f64) -> Vec<crate::pcc::MethodOutcome> {
+    fn run_methods(methods: &[&str], updates_per_minute: f64) -> Vec<crate::pcc::MethodOutcome> {
         let config = Config {
             servers: 40,
-            arrivals: Arrivals::Open { connections: 2_000.0 },
-            updates: Updates::PerMinute { servers: updates_per_minute, load_balancers: 0.0 },
+            arrivals: ArrivalProcess::OpenLoop { mean_open_connections: 2_000.0 },
+            updates: ClusterUpdates::PerMinute { servers: updates_per_minute, load_balancers: 0.0 },
             methods: methods.iter().map(|name| name.parse().unwrap()).collect(),
             seeds: 1,
             ..Config::default()
@@ -189,29 +190,31 @@ mod tests {
     #[test]
     fn cookie_of_zero_bits_equals_hashing() {
         for (small, layout) in [("history-tag:0", "hash"), ("hash-index:0:maglev", "maglev")] {
-            let [small, hashed] = &outcomes(&[small, layout], 40.0)[..] else { panic!("two methods") };
+            let [small, hashed] = &run_methods(&[small, layout], 40.0)[..] else { panic!("two methods") };
             assert_eq!(small.runs, hashed.runs);
             assert!(hashed.broken_pct.median > 1.0);
         }
     }
 
     #[test]
-    fn each_tag_bit_helps_and_enough_bits_break_none() {
+    fn more_tag_bits_break_fewer_connections_and_enough_bits_break_none() {
         // 20 changes per minute for at most 150 s are 50, with 5 standard deviations 86: 7 bits outlast every
         // connection.
         let methods = ["history-tag:0", "history-tag:2", "history-tag:4", "history-tag:7", "history-tag-kept:7"];
-        let broken = outcomes(&methods, 20.0);
-        let [none, two, four, seven, kept] = [0, 1, 2, 3, 4].map(|method| broken[method].broken_pct.median);
+        let method_outcomes = run_methods(&methods, 20.0);
+        let [none, two, four, seven, kept] = [0, 1, 2, 3, 4].map(|method| method_outcomes[method].broken_pct.median);
         assert!(none > 1.3 * two && two > 1.3 * four && four > 0.0, "{none} {two} {four}");
         assert_eq!((seven, kept), (0.0, 0.0));
     }
 
     #[test]
     fn one_index_bit_balances_like_two_choices_and_a_tag_keeps_connections() {
-        let balance = outcomes(&["hash", "hash-index:1", "cheetah:pow2"], 0.0);
-        let [hash, index, pow2] = [0, 1, 2].map(|method| balance[method].imbalance.median - 1.0);
+        let method_outcomes = run_methods(&["hash", "hash-index:1", "cheetah:pow2"], 0.0);
+        let [hash, index, pow2] = [0, 1, 2].map(|method| method_outcomes[method].imbalance.median - 1.0);
         assert!((index / pow2 - 1.0).abs() < 0.3 && index < hash / 3.0, "{hash} {index} {pow2}");
-        let [index, tagged] = &outcomes(&["hash-index:1", "hash-index:1+7"], 20.0)[..] else { panic!("two methods") };
+        let [index, tagged] = &run_methods(&["hash-index:1", "hash-index:1+7"], 20.0)[..] else {
+            panic!("two methods")
+        };
         assert!(index.broken_pct.median > 1.0);
         assert_eq!(tagged.broken_pct.median, 0.0);
     }

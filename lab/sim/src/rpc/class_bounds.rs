@@ -11,7 +11,7 @@ use crate::names::UnknownName;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClassBoundOptions {
     /// `reserved`: number of first cores that are reserved for the shortest class
-    pub reserved: u16,
+    pub reserved_cores: u16,
     /// `bound`: number of outstanding requests at a core from which other cores are preferred
     pub bound: u16,
     /// `reserved-bound`: number of outstanding requests below which a reserved core also takes other classes
@@ -20,15 +20,21 @@ pub struct ClassBoundOptions {
 
 impl Default for ClassBoundOptions {
     fn default() -> Self {
-        Self { reserved: 1, bound: 4, reserved_bound: 0 }
+        Self { reserved_cores: 1, bound: 4, reserved_bound: 0 }
     }
 }
 
-const OPTIONS: [&str; 3] = ["reserved=N", "bound=N", "reserved-bound=N"];
+const OPTION_SYNTAX: [&str; 3] = ["reserved=N", "bound=N", "reserved-bound=N"];
 
 impl ClassBoundOptions {
-    pub fn bounds(&self, cores: u16, classes: u8) -> ClassBounds {
-        ClassBounds::with_reserved_cores(cores, classes, self.reserved, self.bound.into(), self.reserved_bound.into())
+    pub fn class_bounds(&self, cores: u16, classes: u8) -> ClassBounds {
+        ClassBounds::with_reserved_cores(
+            cores,
+            classes,
+            self.reserved_cores,
+            self.bound.into(),
+            self.reserved_bound.into(),
+        )
     }
 }
 
@@ -40,15 +46,15 @@ impl FromStr for ClassBoundOptions {
         let mut options = Self::default();
         for option in text.split(',').filter(|option| !option.is_empty()) {
             let (name, value) = option.split_once('=').unwrap_or((option, ""));
-            let number = |least: u16| {
-                let number = value.parse().ok().filter(|number: &u16| *number >= least);
-                number.ok_or_else(|| format!("{name} {value:?}: expected a number from {least} to 65535"))
+            let parse_number = |min: u16| {
+                let number = value.parse().ok().filter(|number: &u16| *number >= min);
+                number.ok_or_else(|| format!("{name} {value:?}: expected a number from {min} to 65535"))
             };
             match name {
-                "reserved" => options.reserved = number(0)?,
-                "bound" => options.bound = number(1)?,
-                "reserved-bound" => options.reserved_bound = number(0)?,
-                _ => return Err(UnknownName::new("option", name, OPTIONS).to_string()),
+                "reserved" => options.reserved_cores = parse_number(0)?,
+                "bound" => options.bound = parse_number(1)?,
+                "reserved-bound" => options.reserved_bound = parse_number(0)?,
+                _ => return Err(UnknownName::new("option", name, OPTION_SYNTAX).to_string()),
             }
         }
         Ok(options)
@@ -60,13 +66,13 @@ impl fmt::Display for ClassBoundOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let default = Self::default();
         let options = [
-            ("reserved", self.reserved, default.reserved),
+            ("reserved", self.reserved_cores, default.reserved_cores),
             ("bound", self.bound, default.bound),
             ("reserved-bound", self.reserved_bound, default.reserved_bound),
         ];
-        let differing = options.iter().filter(|(_, value, default)| value != default);
-        let texts: Vec<String> = differing.map(|(name, value, _)| format!("{name}={value}")).collect();
-        f.write_str(&texts.join(","))
+        let changed_options = options.iter().filter(|(_, value, default)| value != default);
+        let option_texts: Vec<String> = changed_options.map(|(name, value, _)| format!("{name}={value}")).collect();
+        f.write_str(&option_texts.join(","))
     }
 }
 
@@ -76,12 +82,12 @@ mod tests {
 
     #[test]
     fn invalid_class_bounds_are_rejected() {
-        let error = |text: &str| text.parse::<ClassBoundOptions>().unwrap_err();
-        assert_eq!(error("bound=0"), "bound \"0\": expected a number from 1 to 65535");
-        assert!(error("reserve=1").contains("reserved"), "{}", error("reserve=1"));
+        let parse_error = |text: &str| text.parse::<ClassBoundOptions>().unwrap_err();
+        assert_eq!(parse_error("bound=0"), "bound \"0\": expected a number from 1 to 65535");
+        assert!(parse_error("reserve=1").contains("reserved"), "{}", parse_error("reserve=1"));
         let options: ClassBoundOptions = "reserved=2,reserved-bound=1".parse().unwrap();
         assert_eq!(
-            (options.bounds(4, 2).for_class(0), options.bounds(4, 2).for_class(1)),
+            (options.class_bounds(4, 2).for_class(0), options.class_bounds(4, 2).for_class(1)),
             (&[4; 4][..], &[1, 1, 4, 4][..])
         );
         assert_eq!(options.to_string(), "reserved=2,reserved-bound=1");

@@ -43,14 +43,14 @@ struct ServerArgs {
 }
 
 impl ServerArgs {
-    fn config(&self) -> Config {
+    fn to_config(&self) -> Config {
         Config {
             policy: self.policy.clone(),
             cores: self.cores,
             service: self.service.clone(),
             latency: self.latency,
             requests: self.requests,
-            connections: self.connections,
+            connection_sampler: self.connections,
             skew: self.skew,
             ..Config::default()
         }
@@ -125,7 +125,7 @@ impl RpcArgs {
             seed: self.seed,
             queue_limit: self.queue,
             window: self.window,
-            ..self.server.config()
+            ..self.server.to_config()
         };
         let start = Instant::now();
         let outcome = run(&config)?;
@@ -137,15 +137,15 @@ impl RpcArgs {
 impl PeakArgs {
     /// Searches for the peak load and returns the estimate as text.
     pub(crate) fn run(self) -> anyhow::Result<String> {
-        let found = find_peak_load(&PeakConfig {
-            config: self.server.config(),
+        let estimate = find_peak_load(&PeakConfig {
+            config: self.server.to_config(),
             slo: self.slo,
             seeds: 1..=self.seeds,
             steps: self.steps,
-            measure: self.measure,
-            unit: self.slo_unit,
+            slo_metric: self.measure,
+            slo_unit: self.slo_unit,
         })?;
-        Ok(found.render(self.server.format))
+        Ok(estimate.render(self.server.format))
     }
 }
 
@@ -155,18 +155,23 @@ impl Printable for RpcResult {
     }
 
     fn rows(&self) -> Vec<Vec<String>> {
-        let row = |of: String, service: String, quantiles: &LatencySummary| {
+        let latency_row = |of: String, service: String, quantiles: &LatencySummary| {
             let LatencySummary { mean, p50, p90, p99, p999 } = *quantiles;
             let latencies = [mean, p50, p90, p99, p999].map(|latency| format!("{latency:.4}"));
             [of, service].into_iter().chain(latencies).collect()
         };
-        let classes = self
+        let class_rows = self
             .classes
             .iter()
-            .map(|class| row(format!("of {}", class.service), class.service.to_string(), &class.quantiles));
-        let windows =
-            self.windows.iter().map(|window| row(format!("from {}", window.from), String::new(), &window.quantiles));
-        std::iter::once(row("all".to_owned(), String::new(), &self.all)).chain(classes).chain(windows).collect()
+            .map(|class| latency_row(format!("of {}", class.service), class.service.to_string(), &class.quantiles));
+        let window_rows = self
+            .windows
+            .iter()
+            .map(|window| latency_row(format!("from {}", window.from), String::new(), &window.quantiles));
+        std::iter::once(latency_row("all".to_owned(), String::new(), &self.all))
+            .chain(class_rows)
+            .chain(window_rows)
+            .collect()
     }
 
     fn remarks(&self) -> Vec<String> {
@@ -200,7 +205,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn json_has_the_promised_fields() {
+    fn json_output_has_the_documented_fields() {
         let outcome = run(&Config {
             service: "bimodal:0.1:5".parse().unwrap(),
             window: Some(1_000.0),

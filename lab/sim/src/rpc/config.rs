@@ -2,10 +2,10 @@
 
 use std::num::NonZeroU32;
 
-use coreward_model::dispatch::CoreAssignment;
+use coreward_model::dispatch::CoreAssignmentMode;
 
 use super::ticks::{TICKS_PER_UNIT, Tick};
-use super::{Allocator, JbsrqOptions, Policy, ServiceTimeDistribution};
+use super::{AllocatorLocation, JbsrqOptions, Policy, ServiceTimeDistribution};
 
 /// Configuration of a simulation. Times are in units of service time (see [`ServiceTimeDistribution`]).
 #[derive(Debug, Clone, PartialEq)]
@@ -23,7 +23,7 @@ pub struct Config {
     /// Seed; equal seeds give equal results.
     pub seed: u64,
     /// Number of connections over which the requests are distributed; `None`: every request has its own connection.
-    pub connections: Option<NonZeroU32>,
+    pub connection_sampler: Option<NonZeroU32>,
     /// Skew of the connections: the i-th most frequent has a share proportional to 1 / i^skew; 0: equal shares.
     pub skew: f64,
     /// Maximum number of requests inside the server; others are dropped. `None`: unlimited.
@@ -42,7 +42,7 @@ impl Default for Config {
             load: 0.8,
             requests: 1_000_000,
             seed: 1,
-            connections: None,
+            connection_sampler: None,
             skew: 0.0,
             queue_limit: None,
             window: None,
@@ -113,23 +113,25 @@ pub enum Error {
 impl Config {
     /// Returns the load below which queues are stable: [`Policy::capacity`], and under RSS with evenly drawn buckets
     /// the capacity of the cores with the most buckets. Few or uneven connections can still overload a core.
-    pub fn capacity(&self, buckets: u32) -> f64 {
-        let of_policy = self.policy.capacity(self.service.mean(), self.latency);
+    pub fn capacity(&self, bucket_count: u32) -> f64 {
+        let policy_capacity = self.policy.capacity(self.service.mean(), self.latency);
         let cores = u32::from(self.cores);
         match self.policy {
-            Policy::Rss => of_policy.min(f64::from(buckets) / f64::from(cores * buckets.div_ceil(cores))),
-            Policy::RssRebalanced(_) => of_policy.min(f64::from(buckets) / f64::from(cores)),
-            Policy::RankedQueue(ref options) => {
-                of_policy * f64::from(options.worker_count(self.cores)) / f64::from(self.cores)
+            Policy::Rss => {
+                policy_capacity.min(f64::from(bucket_count) / f64::from(cores * bucket_count.div_ceil(cores)))
             }
-            _ => of_policy,
+            Policy::RssRebalanced(_) => policy_capacity.min(f64::from(bucket_count) / f64::from(cores)),
+            Policy::RankedQueue(ref options) => {
+                policy_capacity * f64::from(options.worker_count(self.cores)) / f64::from(self.cores)
+            }
+            _ => policy_capacity,
         }
     }
 
     /// Checks that all values are in range and the policy can process the load.
-    pub(crate) fn check_stable(&self, buckets: u32) -> Result<(), Error> {
-        self.check()?;
-        let capacity = self.capacity(buckets);
+    pub(crate) fn check_stable(&self, bucket_count: u32) -> Result<(), Error> {
+        self.check_ranges()?;
+        let capacity = self.capacity(bucket_count);
         if self.queue_limit.is_none() && self.load >= capacity {
             return Err(Error::Overload { load: self.load, capacity, policy: self.policy.clone() });
         }
@@ -137,27 +139,27 @@ impl Config {
     }
 
     /// Checks that all values are in range, except that the load may exceed the policy's capacity.
-    pub(super) fn check(&self) -> Result<(), Error> {
-        let within = |value: f64, low: f64, high: f64| (low..=high).contains(&value);
+    pub(super) fn check_ranges(&self) -> Result<(), Error> {
+        let is_within = |value: f64, low: f64, high: f64| (low..=high).contains(&value);
         if self.cores == 0 {
             return Err(Error::NoCores);
         }
         if !(self.load > 0.0 && self.load.is_finite()) {
             return Err(Error::Load(self.load));
         }
-        if !within(self.latency, 0.0, 1e6) {
+        if !is_within(self.latency, 0.0, 1e6) {
             return Err(Error::Latency(self.latency));
         }
         // Half of the 64 bits; the other half is for queues.
-        let duration = self.service.mean() / (self.load * f64::from(self.cores));
-        let max = (Tick::MAX / 2) as f64 / TICKS_PER_UNIT as f64 / duration;
-        if self.requests < 10 || self.requests as f64 > max {
-            return Err(Error::Requests { requests: self.requests, max: max as u64 });
+        let mean_arrival_interval = self.service.mean() / (self.load * f64::from(self.cores));
+        let max_requests = (Tick::MAX / 2) as f64 / TICKS_PER_UNIT as f64 / mean_arrival_interval;
+        if self.requests < 10 || self.requests as f64 > max_requests {
+            return Err(Error::Requests { requests: self.requests, max: max_requests as u64 });
         }
-        if !within(self.skew, 0.0, 10.0) {
+        if !is_within(self.skew, 0.0, 10.0) {
             return Err(Error::Skew(self.skew));
         }
-        if let Some(window) = self.window.filter(|window| !within(*window, 1e-3, 1e9)) {
+        if let Some(window) = self.window.filter(|window| !is_within(*window, 1e-3, 1e9)) {
             return Err(Error::Window(window));
         }
         if self.queue_limit == Some(0) {
@@ -166,7 +168,7 @@ impl Config {
         if let Policy::RankedQueue(options) = &self.policy {
             self.check_assignment(options)?;
         }
-        if let Policy::GroupedFcfs { groups, cores_each } = self.policy {
+        if let Policy::GroupedFcfs { groups, cores_per_group: cores_each } = self.policy {
             let grouped = u32::from(groups.get()) * u32::from(cores_each.get());
             if grouped != u32::from(self.cores) {
                 return Err(Error::Groups { policy: self.policy.clone(), grouped, cores: self.cores });
@@ -177,10 +179,10 @@ impl Config {
 
     /// Checks that the options' assignment of cores to services is possible.
     fn check_assignment(&self, options: &JbsrqOptions) -> Result<(), Error> {
-        if options.assignment == CoreAssignment::CompleteShare {
+        if options.assignment == CoreAssignmentMode::CompleteShare {
             return match options.allocator {
-                Allocator::Nic => Ok(()),
-                Allocator::Core => Err(Error::NothingToAllocate(self.policy.clone())),
+                AllocatorLocation::Nic => Ok(()),
+                AllocatorLocation::Core => Err(Error::NothingToAllocate(self.policy.clone())),
             };
         }
         let services = options.priorities.service_count(self.service.class_times().len() as u8);

@@ -20,13 +20,13 @@ use coreward_model::rss::IndirectionTable;
 
 pub use class_bounds::ClassBoundOptions;
 pub use config::{Config, Error};
-pub use jbsrq::{Allocator, JbsrqOptions, Priorities};
+pub use jbsrq::{AllocatorLocation, JbsrqOptions, Priorities};
 pub use outcome::{ClassLatency, LatencySummary, WindowLatency};
-use outcome::{Observer, Recorder};
+use outcome::{LatencyRecorder, Observer};
 pub use peak::{PeakConfig, PeakLoadEstimate, SloMetric, SloUnit, find_peak_load};
-pub use policy::{Policy, PolicyError, SYNTAX};
+pub use policy::{POLICY_SYNTAX, Policy, PolicyError};
 use server::{Server, ServerSpec, ServerVisitor};
-pub use service::{LongClass, Sampler, ServiceTimeDistribution, ServiceTimeError};
+pub use service::{LongClass, ServiceTimeDistribution, ServiceTimeError, ServiceTimeSampler};
 use ticks::{NEVER, to_ticks};
 use workload::Workload;
 
@@ -48,16 +48,16 @@ pub struct Outcome {
 /// Runs the simulation. An error names the value that is out of range, and the range.
 pub fn run(config: &Config) -> Result<Outcome, Error> {
     config.check_stable(BUCKET_COUNT)?;
-    let times = config.service.class_times();
-    let mut recorder = Recorder::new(times.len(), config.window);
-    let dropped = simulate(config, config.load, &mut recorder);
-    let class =
+    let class_times = config.service.class_times();
+    let mut recorder = LatencyRecorder::new(class_times.len(), config.window);
+    let dropped_requests = simulate(config, config.load, &mut recorder);
+    let class_latency =
         |(service, quantiles): (f64, Option<LatencySummary>)| Some(ClassLatency { service, quantiles: quantiles? });
     Ok(Outcome {
         all: recorder.all().ok_or(Error::NothingMeasured)?,
-        classes: times.into_iter().zip(recorder.classes()).filter_map(class).collect(),
+        classes: class_times.into_iter().zip(recorder.class_latencies()).filter_map(class_latency).collect(),
         requests: config.requests,
-        dropped_pct: dropped as f64 / config.requests as f64 * 100.0,
+        dropped_pct: dropped_requests as f64 / config.requests as f64 * 100.0,
         windows: recorder.into_windows(),
     })
 }
@@ -67,50 +67,50 @@ const BUCKET_COUNT: u32 = 512;
 
 /// Simulates the configuration at `load` instead of its own load. Returns the number of dropped requests.
 fn simulate(config: &Config, load: f64, observer: &mut impl Observer) -> u64 {
-    let table =
+    let indirection_table =
         IndirectionTable::balanced(config.seed, BUCKET_COUNT as usize, config.cores).expect("512 is a power of two");
     let spec = ServerSpec {
         policy: &config.policy,
         cores: config.cores,
-        classes: config.service.class_times().len() as u8,
+        class_count: config.service.class_times().len() as u8,
         latency: to_ticks(config.latency),
-        indirection_table: &table,
+        indirection_table: &indirection_table,
     };
-    spec.build(Runner { config, load, observer })
+    spec.build(WorkloadRunner { config, load, observer })
 }
 
 /// Visitor that sends the requests of a workload to a server.
-struct Runner<'a, O> {
+struct WorkloadRunner<'a, O> {
     config: &'a Config,
     load: f64,
     observer: &'a mut O,
 }
 
-impl<O: Observer> ServerVisitor<O> for Runner<'_, O> {
+impl<O: Observer> ServerVisitor<O> for WorkloadRunner<'_, O> {
     /// Number of requests that the server dropped.
     type Output = u64;
 
     fn visit(self, mut server: impl Server<O>) -> u64 {
         let mut workload = Workload::new(self.config, self.load);
         let warm_up = self.config.requests / 10;
-        let bound = self.config.queue_limit.unwrap_or(u64::MAX);
-        let mut dropped = 0;
+        let queue_limit = self.config.queue_limit.unwrap_or(u64::MAX);
+        let mut dropped_requests = 0;
         for number in 0..self.config.requests {
-            let request = workload.draw();
+            let request = workload.draw_request();
             if number == warm_up {
                 self.observer.measure_from(request.arrived_at);
             }
             server.advance(request.arrived_at, self.observer);
             if self.observer.is_decided() {
-                return dropped;
+                return dropped_requests;
             }
-            if server.outstanding() < bound {
+            if server.outstanding_count() < queue_limit {
                 server.offer(request);
             } else {
-                dropped += 1;
+                dropped_requests += 1;
             }
         }
         server.advance(NEVER - 1, self.observer);
-        dropped
+        dropped_requests
     }
 }

@@ -3,7 +3,7 @@
 use hdrhistogram::Histogram;
 use serde::Serialize;
 
-use super::server::{Response, Sink};
+use super::server::{Response, ResponseSink};
 use super::ticks::{NEVER, TICKS_PER_UNIT, Tick, to_ticks, to_units};
 
 /// Quantiles of the latency, from a request's arrival at the NIC to its response's departure, in units of service time,
@@ -72,83 +72,94 @@ impl LatencyHistogram {
         if count == 0 {
             return None;
         }
-        let at = |quantile| to_units(self.histogram.median_equivalent(self.histogram.value_at_quantile(quantile)));
+        let latency_at_quantile =
+            |quantile| to_units(self.histogram.median_equivalent(self.histogram.value_at_quantile(quantile)));
         let mean = self.sum as f64 / count as f64 / TICKS_PER_UNIT as f64;
-        Some(LatencySummary { mean, p50: at(0.5), p90: at(0.9), p99: at(0.99), p999: at(0.999) })
+        Some(LatencySummary {
+            mean,
+            p50: latency_at_quantile(0.5),
+            p90: latency_at_quantile(0.9),
+            p99: latency_at_quantile(0.99),
+            p999: latency_at_quantile(0.999),
+        })
     }
 }
 
 #[derive(Debug)]
-pub struct Recorder {
+pub struct LatencyRecorder {
     measured_from: Tick,
-    classes: Vec<LatencyHistogram>,
-    windows: Option<Windows>,
+    class_histograms: Vec<LatencyHistogram>,
+    windows: Option<LatencyWindows>,
 }
 
 #[derive(Debug)]
-struct Windows {
-    length: Tick,
-    current_start: Tick,
-    current: LatencyHistogram,
+struct LatencyWindows {
+    window_length: Tick,
+    window_start: Tick,
+    window_histogram: LatencyHistogram,
     closed_windows: Vec<WindowLatency>,
 }
 
-impl Recorder {
+impl LatencyRecorder {
     /// Creates a recorder for `class_count` classes, with windows of `window_length` units of service time, if given.
-    pub fn new(classes: usize, window: Option<f64>) -> Self {
-        let windows = window.map(|length| Windows {
-            length: to_ticks(length),
-            current_start: 0,
-            current: LatencyHistogram::new(),
+    pub fn new(class_count: usize, window_length: Option<f64>) -> Self {
+        let windows = window_length.map(|length| LatencyWindows {
+            window_length: to_ticks(length),
+            window_start: 0,
+            window_histogram: LatencyHistogram::new(),
             closed_windows: Vec::new(),
         });
-        Self { measured_from: NEVER, classes: (0..classes).map(|_| LatencyHistogram::new()).collect(), windows }
+        Self {
+            measured_from: NEVER,
+            class_histograms: (0..class_count).map(|_| LatencyHistogram::new()).collect(),
+            windows,
+        }
     }
 
     /// Returns the latencies of all classes together; `None` without any response.
     pub fn all(&self) -> Option<LatencySummary> {
-        let mut all = LatencyHistogram::new();
-        self.classes.iter().for_each(|class| all.add(class));
-        all.quantiles()
+        let mut all_classes = LatencyHistogram::new();
+        self.class_histograms.iter().for_each(|class| all_classes.add(class));
+        all_classes.quantiles()
     }
 
     /// Returns the latencies of each class; `None` for a class without responses.
-    pub fn classes(&self) -> impl Iterator<Item = Option<LatencySummary>> {
-        self.classes.iter().map(LatencyHistogram::quantiles)
+    pub fn class_latencies(&self) -> impl Iterator<Item = Option<LatencySummary>> {
+        self.class_histograms.iter().map(LatencyHistogram::quantiles)
     }
 
     pub fn into_windows(self) -> Vec<WindowLatency> {
         self.windows.map_or(Vec::new(), |mut windows| {
-            windows.close();
+            windows.close_window();
             windows.closed_windows
         })
     }
 }
 
-impl Windows {
+impl LatencyWindows {
     fn record(&mut self, response: &Response) {
-        if response.departed_at >= self.current_start + self.length {
-            self.close();
-            self.current_start = response.departed_at / self.length * self.length;
+        if response.departed_at >= self.window_start + self.window_length {
+            self.close_window();
+            self.window_start = response.departed_at / self.window_length * self.window_length;
         }
-        self.current.record(response.departed_at - response.request.arrived_at);
+        self.window_histogram.record(response.departed_at - response.request.arrived_at);
     }
 
-    fn close(&mut self) {
-        if let Some(quantiles) = self.current.quantiles() {
+    fn close_window(&mut self) {
+        if let Some(quantiles) = self.window_histogram.quantiles() {
             self.closed_windows.push(WindowLatency {
-                from: to_units(self.current_start),
-                responses: self.current.histogram.len(),
+                from: to_units(self.window_start),
+                responses: self.window_histogram.histogram.len(),
                 quantiles,
             });
-            self.current.histogram.reset();
-            self.current.sum = 0;
+            self.window_histogram.histogram.reset();
+            self.window_histogram.sum = 0;
         }
     }
 }
 
 /// Observer of the responses in a simulation.
-pub trait Observer: Sink {
+pub trait Observer: ResponseSink {
     /// Ends the warm-up: requests that arrive from this time on are measured.
     fn measure_from(&mut self, from: Tick);
 
@@ -158,24 +169,25 @@ pub trait Observer: Sink {
     }
 }
 
-impl Sink for Recorder {
+impl ResponseSink for LatencyRecorder {
     #[inline]
     fn handle_response(&mut self, response: &Response) {
         if response.request.arrived_at < self.measured_from {
             return;
         }
-        self.classes[usize::from(response.request.class)].record(response.departed_at - response.request.arrived_at);
+        self.class_histograms[usize::from(response.request.class)]
+            .record(response.departed_at - response.request.arrived_at);
         if let Some(windows) = &mut self.windows {
             windows.record(response);
         }
     }
 }
 
-impl Observer for Recorder {
+impl Observer for LatencyRecorder {
     fn measure_from(&mut self, from: Tick) {
         self.measured_from = from;
         if let Some(windows) = &mut self.windows {
-            windows.current_start = from / windows.length * windows.length;
+            windows.window_start = from / windows.window_length * windows.window_length;
         }
     }
 }

@@ -5,7 +5,7 @@ use std::ops::RangeInclusive;
 use serde::Serialize;
 
 use super::outcome::Observer;
-use super::server::{Response, Sink};
+use super::server::{Response, ResponseSink};
 use super::ticks::{NEVER, Tick, to_ticks};
 use super::{Config, Error, simulate};
 use crate::par_map_ordered;
@@ -22,9 +22,9 @@ pub struct PeakConfig {
     /// Number of bisection steps, 1 to 30: the load is exact to 2^-steps.
     pub steps: u32,
     /// Requests whose 99th percentile the SLO bounds.
-    pub measure: SloMetric,
+    pub slo_metric: SloMetric,
     /// Service time of which the SLO is a multiple.
-    pub unit: SloUnit,
+    pub slo_unit: SloUnit,
 }
 
 /// Requests whose latency an SLO bounds.
@@ -54,8 +54,8 @@ impl Default for PeakConfig {
             slo: 30.0,
             seeds: 1..=5,
             steps: 10,
-            measure: SloMetric::default(),
-            unit: SloUnit::default(),
+            slo_metric: SloMetric::default(),
+            slo_unit: SloUnit::default(),
         }
     }
 }
@@ -84,17 +84,17 @@ pub fn find_peak_load(search: &PeakConfig) -> Result<PeakLoadEstimate, Error> {
         return Err(Error::NoSeeds);
     }
     // Checks the lowest load of the search, which has the longest run.
-    Config { load: 0.5f64.powi(search.steps as i32), ..search.config.clone() }.check()?;
+    Config { load: 0.5f64.powi(search.steps as i32), ..search.config.clone() }.check_ranges()?;
     let configs: Vec<Config> = search
         .seeds
         .clone()
         .map(|seed| Config { seed, queue_limit: None, window: None, ..search.config.clone() })
         .collect();
-    let peaks = par_map_ordered(&configs, |config| bisect(search, config));
+    let peaks = par_map_ordered(&configs, |config| bisect_peak_load(search, config));
     Ok(confidence_interval(&peaks, 0.5f64.powi(search.steps as i32)))
 }
 
-fn bisect(search: &PeakConfig, config: &Config) -> f64 {
+fn bisect_peak_load(search: &PeakConfig, config: &Config) -> f64 {
     let (mut met, mut missed) = (0.0, 1.0);
     for _ in 0..search.steps {
         let load = (met + missed) / 2.0;
@@ -109,19 +109,19 @@ fn bisect(search: &PeakConfig, config: &Config) -> f64 {
 
 /// Returns whether the 99th percentile is within the bound at `load`.
 fn meets_slo(search: &PeakConfig, config: &Config, load: f64) -> bool {
-    let unit = if search.unit == SloUnit::Mean { config.service.mean() } else { 1.0 };
-    let measured = config.requests - config.requests / 10;
-    let mut bound = SloObserver {
+    let slo_unit = if search.slo_unit == SloUnit::Mean { config.service.mean() } else { 1.0 };
+    let measured_requests = config.requests - config.requests / 10;
+    let mut observer = SloObserver {
         measured_from: NEVER,
-        latency_bound: to_ticks(search.slo * unit),
-        class_limit: if search.measure == SloMetric::Short { 1 } else { u8::MAX },
-        max_late: measured / 100,
-        responses: 0,
-        late: 0,
+        latency_bound: to_ticks(search.slo * slo_unit),
+        class_limit: if search.slo_metric == SloMetric::Short { 1 } else { u8::MAX },
+        max_late: measured_requests / 100,
+        response_count: 0,
+        late_count: 0,
     };
-    simulate(config, load, &mut bound);
+    simulate(config, load, &mut observer);
     // The 99th percentile is within the bound when at most 1 % of the responses are late.
-    bound.late * 100 <= bound.responses
+    observer.late_count * 100 <= observer.response_count
 }
 
 /// Counter of late responses: an SLO needs no histogram, and a run that misses it ends early.
@@ -132,16 +132,16 @@ struct SloObserver {
     class_limit: u8,
     /// Number of late responses above which the SLO is missed: 1 % of all requests that count.
     max_late: u64,
-    responses: u64,
-    late: u64,
+    response_count: u64,
+    late_count: u64,
 }
 
-impl Sink for SloObserver {
+impl ResponseSink for SloObserver {
     #[inline]
     fn handle_response(&mut self, response: &Response) {
         if response.request.arrived_at >= self.measured_from && response.request.class < self.class_limit {
-            self.responses += 1;
-            self.late += u64::from(response.departed_at - response.request.arrived_at > self.latency_bound);
+            self.response_count += 1;
+            self.late_count += u64::from(response.departed_at - response.request.arrived_at > self.latency_bound);
         }
     }
 }
@@ -153,7 +153,7 @@ impl Observer for SloObserver {
 
     #[inline]
     fn is_decided(&self) -> bool {
-        self.late > self.max_late
+        self.late_count > self.max_late
     }
 }
 
@@ -161,15 +161,15 @@ impl Observer for SloObserver {
 fn confidence_interval(values: &[f64], step: f64) -> PeakLoadEstimate {
     let count = values.len() as f64;
     let mean = values.iter().sum::<f64>() / count;
-    let squares: f64 = values.iter().map(|value| (value - mean) * (value - mean)).sum();
-    let deviation = if values.len() > 1 { (squares / (count - 1.0) / count).sqrt() } else { 0.0 };
-    let half = student_t(values.len().saturating_sub(1)) * deviation + step / 2.0;
-    PeakLoadEstimate { peak_load: mean, low: (mean - half).max(0.0), high: (mean + half).min(1.0) }
+    let sum_of_squares: f64 = values.iter().map(|value| (value - mean) * (value - mean)).sum();
+    let standard_error = if values.len() > 1 { (sum_of_squares / (count - 1.0) / count).sqrt() } else { 0.0 };
+    let half_width = student_t_quantile(values.len().saturating_sub(1)) * standard_error + step / 2.0;
+    PeakLoadEstimate { peak_load: mean, low: (mean - half_width).max(0.0), high: (mean + half_width).min(1.0) }
 }
 
 /// Returns the 97.5 % quantile of Student's t distribution (standard table). Between its rows the next smaller number
 /// of degrees of freedom applies, which widens the interval.
-fn student_t(degrees_of_freedom: usize) -> f64 {
+fn student_t_quantile(degrees_of_freedom: usize) -> f64 {
     const TABLE: [(usize, f64); 20] = [
         (1, 12.706),
         (2, 4.303),
@@ -200,23 +200,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn confidence_interval_of_known_values() {
+    fn confidence_interval_equals_one_computed_by_hand() {
         // 1, 2, 3: mean 2, standard error 1 / sqrt(3), t(2) = 4.303.
         let peak = confidence_interval(&[0.1, 0.2, 0.3], 0.0);
         assert!((peak.peak_load - 0.2).abs() < 1e-12);
-        let half = 4.303 * 0.1 / 3f64.sqrt();
-        assert!((peak.low - (0.2f64 - half).max(0.0)).abs() < 1e-12 && (peak.high - (0.2 + half)).abs() < 1e-12);
+        let half_width = 4.303 * 0.1 / 3f64.sqrt();
+        assert!(
+            (peak.low - (0.2f64 - half_width).max(0.0)).abs() < 1e-12 && (peak.high - (0.2 + half_width)).abs() < 1e-12
+        );
         assert_eq!(confidence_interval(&[0.5], 0.1), PeakLoadEstimate { peak_load: 0.5, low: 0.45, high: 0.55 });
     }
 
     #[test]
-    fn invalid_objectives_are_rejected() {
-        let error = |search: PeakConfig| find_peak_load(&search).unwrap_err().to_string();
-        let slo = PeakConfig { slo: 0.0, ..PeakConfig::default() };
-        assert_eq!(error(slo), "SLO 0: expected a number above 0, in multiples of the service time");
-        assert!(error(PeakConfig { steps: 0, ..PeakConfig::default() }).contains("expected 1 to 30"));
+    fn invalid_search_settings_are_rejected() {
+        let search_error = |search: PeakConfig| find_peak_load(&search).unwrap_err().to_string();
+        let zero_slo = PeakConfig { slo: 0.0, ..PeakConfig::default() };
+        assert_eq!(search_error(zero_slo), "SLO 0: expected a number above 0, in multiples of the service time");
+        assert!(search_error(PeakConfig { steps: 0, ..PeakConfig::default() }).contains("expected 1 to 30"));
         #[expect(clippy::reversed_empty_ranges)]
-        let none = PeakConfig { seeds: 2..=1, ..PeakConfig::default() };
-        assert_eq!(error(none), "no seeds: expected at least one");
+        let no_seeds = PeakConfig { seeds: 2..=1, ..PeakConfig::default() };
+        assert_eq!(search_error(no_seeds), "no seeds: expected at least one");
     }
 }

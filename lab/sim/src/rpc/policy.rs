@@ -41,7 +41,7 @@ pub enum Policy {
         /// X, the number of groups
         groups: NonZeroU16,
         /// Y, the number of cores of each group
-        cores_each: NonZeroU16,
+        cores_per_group: NonZeroU16,
     },
 }
 
@@ -56,7 +56,7 @@ pub enum PolicyError {
 }
 
 /// Syntax of all policies, with their parameters.
-pub const SYNTAX: [&str; 13] = [
+pub const POLICY_SYNTAX: [&str; 13] = [
     "cfcfs",
     "random",
     "rr",
@@ -75,18 +75,19 @@ pub const SYNTAX: [&str; 13] = [
 /// Default additional time of a stolen request. ZygOS (SOSP'17, Sect. 6.1) is within 50-60 % of ideal with 5 us
 /// requests, and within 15 % from 20 us on. A cost of a few microseconds explains this; half a service time is the same
 /// order for requests of a few microseconds.
-const STEALING_COST: f64 = 0.5;
+const DEFAULT_STEALING_COST: f64 = 0.5;
 
 impl FromStr for Policy {
     type Err = PolicyError;
 
     fn from_str(given: &str) -> Result<Self, PolicyError> {
         let (name, parameters) = given.split_once(':').map_or((given, None), |(name, rest)| (name, Some(rest)));
-        let form = SYNTAX.iter().find(|form| form.split([':', '[']).next() == Some(name));
-        let Some(form) = form else { return Err(UnknownName::new("policy", given, SYNTAX).into()) };
-        let wrong =
+        let syntax = POLICY_SYNTAX.iter().find(|form| form.split([':', '[']).next() == Some(name));
+        let Some(form) = syntax else { return Err(UnknownName::new("policy", given, POLICY_SYNTAX).into()) };
+        let parameter_error =
             |detail: &str| PolicyError::Parameters { given: given.to_owned(), expected: form.to_string() + detail };
-        let time = |text: &str| text.parse().ok().filter(|time: &f64| *time >= 0.0 && *time <= MAX_UNITS);
+        let parse_time =
+            |text: &str| text.parse().ok().filter(|time: &f64| *time >= 0.0 && *time <= MAX_PARAMETER_TIME);
         match (name, parameters) {
             ("cfcfs", None) => Ok(Self::CentralFcfs),
             ("random", None) => Ok(Self::Random),
@@ -94,42 +95,45 @@ impl FromStr for Policy {
             ("jsq", None) => Ok(Self::ShortestQueue),
             ("jlq", None) => Ok(Self::LightestQueue),
             ("jbsq", Some(bound)) => {
-                let bound = bound.parse().map_err(|_| wrong(" with N from 1 to 65535"))?;
+                let bound = bound.parse().map_err(|_| parameter_error(" with N from 1 to 65535"))?;
                 Ok(Self::BoundedShortestQueue(bound))
             }
             ("jbsrq", options) => {
                 let options = options.unwrap_or_default().parse();
-                Ok(Self::RankedQueue(options.map_err(|detail| wrong(&format!(": {detail}")))?))
+                Ok(Self::RankedQueue(options.map_err(|detail| parameter_error(&format!(": {detail}")))?))
             }
             ("jbsrq-fifo", options) => {
                 let options = options.unwrap_or_default().parse();
-                Ok(Self::ClassBoundedQueue(options.map_err(|detail| wrong(&format!(": {detail}")))?))
+                Ok(Self::ClassBoundedQueue(options.map_err(|detail| parameter_error(&format!(": {detail}")))?))
             }
             ("rss", None) => Ok(Self::Rss),
             ("rss-rebalanced", Some(every)) => {
-                let every = time(every).filter(|every| *every >= MIN_INTERVAL);
-                Ok(Self::RssRebalanced(every.ok_or_else(|| wrong(" with T from 0.01 to 1000000 service times"))?))
+                let every = parse_time(every).filter(|every| *every >= MIN_REGROUP_INTERVAL);
+                Ok(Self::RssRebalanced(
+                    every.ok_or_else(|| parameter_error(" with T from 0.01 to 1000000 service times"))?,
+                ))
             }
-            ("work-stealing", None) => Ok(Self::WorkStealing(STEALING_COST)),
+            ("work-stealing", None) => Ok(Self::WorkStealing(DEFAULT_STEALING_COST)),
             ("work-stealing", Some(cost)) => {
-                let cost = time(cost).ok_or_else(|| wrong(" with COST from 0 to 1000000 service times"))?;
+                let cost =
+                    parse_time(cost).ok_or_else(|| parameter_error(" with COST from 0 to 1000000 service times"))?;
                 Ok(Self::WorkStealing(cost))
             }
             ("ps", None) => Ok(Self::ProcessorSharing),
             ("dfcfs", Some(pair)) => {
-                let parsed = pair.split_once(',').and_then(|(x, y)| Some((x.parse().ok()?, y.parse().ok()?)));
-                let (groups, cores_each) = parsed.ok_or_else(|| wrong(" with X and Y from 1 on"))?;
-                Ok(Self::GroupedFcfs { groups, cores_each })
+                let parsed_pair = pair.split_once(',').and_then(|(x, y)| Some((x.parse().ok()?, y.parse().ok()?)));
+                let (groups, cores_each) = parsed_pair.ok_or_else(|| parameter_error(" with X and Y from 1 on"))?;
+                Ok(Self::GroupedFcfs { groups, cores_per_group: cores_each })
             }
-            _ => Err(wrong("")),
+            _ => Err(parameter_error("")),
         }
     }
 }
 
 /// Longest time that a policy's parameter can have, in units of service time.
-const MAX_UNITS: f64 = 1e6;
+const MAX_PARAMETER_TIME: f64 = 1e6;
 /// Shortest interval between two regroupings (units of service time); shorter ones would take hours.
-const MIN_INTERVAL: f64 = 0.01;
+const MIN_REGROUP_INTERVAL: f64 = 0.01;
 
 impl fmt::Display for Policy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -148,7 +152,7 @@ impl fmt::Display for Policy {
             Self::RssRebalanced(every) => write!(f, "rss-rebalanced:{every}"),
             Self::WorkStealing(cost) => write!(f, "work-stealing:{cost}"),
             Self::ProcessorSharing => f.write_str("ps"),
-            Self::GroupedFcfs { groups, cores_each } => write!(f, "dfcfs:{groups},{cores_each}"),
+            Self::GroupedFcfs { groups, cores_per_group: cores_each } => write!(f, "dfcfs:{groups},{cores_each}"),
         }
     }
 }
@@ -172,12 +176,13 @@ impl Policy {
     /// `latency` is the one-way latency of the interface. A core whose slot is occupied until its response has passed
     /// the NIC is idle for two crossings per request, unless it has more slots. Exact for `cfcfs`, an upper bound for
     /// bounded queues with more than one slot.
-    pub fn capacity(&self, mean: f64, latency: f64) -> f64 {
-        let places = |places: f64| (places * mean / (mean + 2.0 * latency)).min(1.0);
+    pub fn capacity(&self, mean_service_time: f64, latency: f64) -> f64 {
+        let capacity_with_slots =
+            |places: f64| (places * mean_service_time / (mean_service_time + 2.0 * latency)).min(1.0);
         match self {
-            Self::CentralFcfs => places(1.0),
-            Self::BoundedShortestQueue(bound) => places(f64::from(bound.get())),
-            Self::RankedQueue(options) => places(f64::from(options.depth.get())),
+            Self::CentralFcfs => capacity_with_slots(1.0),
+            Self::BoundedShortestQueue(bound) => capacity_with_slots(f64::from(bound.get())),
+            Self::RankedQueue(options) => capacity_with_slots(f64::from(options.queue_depth.get())),
             _ => 1.0,
         }
     }
@@ -188,7 +193,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_round_trip() {
+    fn policy_names_round_trip() {
         for name in [
             "cfcfs",
             "random",
@@ -215,20 +220,20 @@ mod tests {
 
     #[test]
     fn invalid_policies_are_rejected() {
-        let error = |text: &str| text.parse::<Policy>().unwrap_err().to_string();
-        assert!(error("jsk").contains("did you mean jsq"), "{}", error("jsk"));
-        assert_eq!(error("jsq:2"), "policy \"jsq:2\": expected jsq");
-        assert_eq!(error("jbsq"), "policy \"jbsq\": expected jbsq:N");
-        assert_eq!(error("jbsq:0"), "policy \"jbsq:0\": expected jbsq:N with N from 1 to 65535");
-        assert!(error("dfcfs:0,4").contains("X and Y from 1 on"));
-        assert!(error("rss-rebalanced:0").contains("T from 0.01"));
-        assert!(error("jbsrq:rank=x").ends_with("rank \"x\": expected jbsrq, global or per-service"));
-        assert!(error("jbsrq:scheduler=").ends_with("scheduler \"\": expected feo or pifo"));
-        assert!(error("jbsrq:lamda=1").contains("lamda"), "{}", error("jbsrq:lamda=1"));
+        let parse_error = |text: &str| text.parse::<Policy>().unwrap_err().to_string();
+        assert!(parse_error("jsk").contains("did you mean jsq"), "{}", parse_error("jsk"));
+        assert_eq!(parse_error("jsq:2"), "policy \"jsq:2\": expected jsq");
+        assert_eq!(parse_error("jbsq"), "policy \"jbsq\": expected jbsq:N");
+        assert_eq!(parse_error("jbsq:0"), "policy \"jbsq:0\": expected jbsq:N with N from 1 to 65535");
+        assert!(parse_error("dfcfs:0,4").contains("X and Y from 1 on"));
+        assert!(parse_error("rss-rebalanced:0").contains("T from 0.01"));
+        assert!(parse_error("jbsrq:rank=x").ends_with("rank \"x\": expected jbsrq, global or per-service"));
+        assert!(parse_error("jbsrq:scheduler=").ends_with("scheduler \"\": expected feo or pifo"));
+        assert!(parse_error("jbsrq:lamda=1").contains("lamda"), "{}", parse_error("jbsrq:lamda=1"));
     }
 
     #[test]
-    fn round_trip_per_request_bounds_the_load() {
+    fn capacity_is_limited_by_the_round_trip_of_each_request() {
         assert_eq!(Policy::CentralFcfs.capacity(1.0, 0.5), 0.5);
         assert_eq!("jbsq:2".parse::<Policy>().unwrap().capacity(1.0, 0.5), 1.0);
         assert_eq!(Policy::ShortestQueue.capacity(1.0, 0.5), 1.0);

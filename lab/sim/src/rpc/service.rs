@@ -63,9 +63,9 @@ const LOG_NORMAL: &str = "lognormal:SIGMA";
 const BIMODAL: &str = "bimodal:FRACTION:FACTOR";
 const TRIMODAL: &str = "trimodal:FRACTION:FACTOR:FRACTION:FACTOR";
 /// Maximum service time of a class in units, so that a run of any length fits into 64 bits of ticks.
-const MAX_CLASS_UNITS: f64 = 1e6;
+const MAX_CLASS_SERVICE_TIME: f64 = 1e6;
 /// Maximum sigma: with a larger one, the few longest requests of a run determine its mean.
-const WIDEST_SIGMA: f64 = 4.0;
+const MAX_SIGMA: f64 = 4.0;
 
 impl FromStr for ServiceTimeDistribution {
     type Err = ServiceTimeError;
@@ -74,21 +74,21 @@ impl FromStr for ServiceTimeDistribution {
         let (name, parameters) = given.split_once(':').map_or((given, None), |(name, rest)| (name, Some(rest)));
         let numbers: Option<Vec<f64>> =
             parameters.map_or(Some(Vec::new()), |rest| rest.split(':').map(|number| number.parse().ok()).collect());
-        let wrong = |expected| ServiceTimeError::Parameters { given: given.to_owned(), expected };
+        let parameter_error = |expected| ServiceTimeError::Parameters { given: given.to_owned(), expected };
         match (name, numbers.as_deref()) {
             ("fixed", Some([])) => Ok(Self::Fixed),
             ("exp", Some([])) => Ok(Self::Exponential),
-            ("lognormal", Some(&[sigma])) if sigma > 0.0 && sigma <= WIDEST_SIGMA => Ok(Self::LogNormal(sigma)),
+            ("lognormal", Some(&[sigma])) if sigma > 0.0 && sigma <= MAX_SIGMA => Ok(Self::LogNormal(sigma)),
             ("bimodal", Some(numbers)) if numbers.len() == 2 => Self::parse_classes(given, numbers),
             ("trimodal", Some(numbers)) if numbers.len() == 4 => Self::parse_classes(given, numbers),
-            ("fixed", _) => Err(wrong(FIXED)),
-            ("exp", _) => Err(wrong(EXPONENTIAL)),
-            ("lognormal", _) => Err(wrong("lognormal:SIGMA with SIGMA above 0, at most 4")),
-            ("bimodal", _) => Err(wrong(BIMODAL)),
-            ("trimodal", _) => Err(wrong(TRIMODAL)),
+            ("fixed", _) => Err(parameter_error(FIXED)),
+            ("exp", _) => Err(parameter_error(EXPONENTIAL)),
+            ("lognormal", _) => Err(parameter_error("lognormal:SIGMA with SIGMA above 0, at most 4")),
+            ("bimodal", _) => Err(parameter_error(BIMODAL)),
+            ("trimodal", _) => Err(parameter_error(TRIMODAL)),
             _ => {
-                let known = [FIXED, EXPONENTIAL, LOG_NORMAL, BIMODAL, TRIMODAL];
-                Err(UnknownName::new("service", given, known).into())
+                let known_forms = [FIXED, EXPONENTIAL, LOG_NORMAL, BIMODAL, TRIMODAL];
+                Err(UnknownName::new("service", given, known_forms).into())
             }
         }
     }
@@ -111,17 +111,17 @@ impl fmt::Display for ServiceTimeDistribution {
 impl ServiceTimeDistribution {
     fn parse_classes(given: &str, numbers: &[f64]) -> Result<Self, ServiceTimeError> {
         let given = || given.to_owned();
-        let class = |pair: &[f64]| {
+        let parse_class = |pair: &[f64]| {
             let [fraction, factor] = [pair[0], pair[1]];
             if !(0.0..=1.0).contains(&fraction) {
                 return Err(ServiceTimeError::Fraction { given: given(), fraction });
             }
-            if !(1.0..=MAX_CLASS_UNITS).contains(&factor) {
+            if !(1.0..=MAX_CLASS_SERVICE_TIME).contains(&factor) {
                 return Err(ServiceTimeError::Factor { given: given(), factor });
             }
             Ok(LongClass { fraction, factor })
         };
-        let classes: Vec<LongClass> = numbers.chunks(2).map(class).collect::<Result<_, _>>()?;
+        let classes: Vec<LongClass> = numbers.chunks(2).map(parse_class).collect::<Result<_, _>>()?;
         let sum: f64 = classes.iter().map(|class| class.fraction).sum();
         if sum > 1.0 {
             return Err(ServiceTimeError::Sum { given: given(), sum });
@@ -140,54 +140,54 @@ impl ServiceTimeDistribution {
 
     /// Returns the service time of each class in units, the shortest first; only the mean without classes.
     pub fn class_times(&self) -> Vec<f64> {
-        let long: &[LongClass] = if let Self::Classes(classes) = self { classes } else { &[] };
-        std::iter::once(1.0).chain(long.iter().map(|class| class.factor)).collect()
+        let long_classes: &[LongClass] = if let Self::Classes(classes) = self { classes } else { &[] };
+        std::iter::once(1.0).chain(long_classes.iter().map(|class| class.factor)).collect()
     }
 
     /// Returns a sampler of the distribution.
-    pub fn sampler(&self) -> Sampler {
+    pub fn sampler(&self) -> ServiceTimeSampler {
         match self {
-            Self::Fixed => Sampler::Classes(ClassSampler::new(&[])),
-            Self::Exponential => Sampler::Exponential,
-            Self::LogNormal(sigma) => Sampler::LogNormal(*sigma),
-            Self::Classes(classes) => Sampler::Classes(ClassSampler::new(classes)),
+            Self::Fixed => ServiceTimeSampler::Classes(ServiceTimeClassSampler::new(&[])),
+            Self::Exponential => ServiceTimeSampler::Exponential,
+            Self::LogNormal(sigma) => ServiceTimeSampler::LogNormal(*sigma),
+            Self::Classes(classes) => ServiceTimeSampler::Classes(ServiceTimeClassSampler::new(classes)),
         }
     }
 }
 
 /// Sampler of service times.
 #[derive(Debug, Clone)]
-pub enum Sampler {
+pub enum ServiceTimeSampler {
     /// Exponential with mean 1.
     Exponential,
     /// Lognormal with mean 1 and this sigma.
     LogNormal(f64),
-    Classes(ClassSampler),
+    Classes(ServiceTimeClassSampler),
 }
 
 const MAX_CLASSES: usize = 3;
 
 /// Sampler of classes: a random 32-bit number below `thresholds[i]`, and not below the previous one, selects class i.
 #[derive(Debug, Clone)]
-pub struct ClassSampler {
+pub struct ServiceTimeClassSampler {
     thresholds: [u64; MAX_CLASSES],
-    times: [Tick; MAX_CLASSES],
+    service_times: [Tick; MAX_CLASSES],
 }
 
-impl ClassSampler {
-    fn new(long: &[LongClass]) -> Self {
-        let mut draw = Self { thresholds: [1 << 32; MAX_CLASSES], times: [TICKS_PER_UNIT; MAX_CLASSES] };
-        let mut below = 1.0 - long.iter().map(|class| class.fraction).sum::<f64>();
-        for (index, class) in long.iter().enumerate() {
-            draw.thresholds[index] = (below * f64::from(1u32 << 31) * 2.0 + 0.5) as u64;
-            draw.times[index + 1] = to_ticks(class.factor);
-            below += class.fraction;
+impl ServiceTimeClassSampler {
+    fn new(long_classes: &[LongClass]) -> Self {
+        let mut sampler = Self { thresholds: [1 << 32; MAX_CLASSES], service_times: [TICKS_PER_UNIT; MAX_CLASSES] };
+        let mut cumulative_fraction = 1.0 - long_classes.iter().map(|class| class.fraction).sum::<f64>();
+        for (index, class) in long_classes.iter().enumerate() {
+            sampler.thresholds[index] = (cumulative_fraction * f64::from(1u32 << 31) * 2.0 + 0.5) as u64;
+            sampler.service_times[index + 1] = to_ticks(class.factor);
+            cumulative_fraction += class.fraction;
         }
-        draw
+        sampler
     }
 }
 
-impl Sampler {
+impl ServiceTimeSampler {
     /// Draws a request, and returns its class and service time.
     #[inline]
     pub fn sample(&self, rng: &mut impl Rng) -> (u8, Tick) {
@@ -196,9 +196,10 @@ impl Sampler {
             // The mean of a lognormal, exp(mu + sigma^2 / 2), is then 1.
             Self::LogNormal(sigma) => (0, to_ticks(log_normal(rng, -sigma * sigma / 2.0, *sigma))),
             Self::Classes(draw) => {
-                let drawn = u64::from(rng.next_u32());
-                let class = usize::from(drawn >= draw.thresholds[0]) + usize::from(drawn >= draw.thresholds[1]);
-                (class as u8, draw.times[class])
+                let random_number = u64::from(rng.next_u32());
+                let class_index =
+                    usize::from(random_number >= draw.thresholds[0]) + usize::from(random_number >= draw.thresholds[1]);
+                (class_index as u8, draw.service_times[class_index])
             }
         }
     }
@@ -212,7 +213,7 @@ mod tests {
     use crate::rpc::ticks::to_units;
 
     #[test]
-    fn names_round_trip() {
+    fn distribution_names_round_trip() {
         for name in ["fixed", "exp", "lognormal:1.5", "bimodal:0.1:5", "trimodal:0.1:5:0.01:50"] {
             assert_eq!(name.parse::<ServiceTimeDistribution>().unwrap().to_string(), name);
         }
@@ -220,18 +221,21 @@ mod tests {
 
     #[test]
     fn invalid_service_times_are_rejected() {
-        let error = |text: &str| text.parse::<ServiceTimeDistribution>().unwrap_err().to_string();
-        assert_eq!(error("bimodal:1.1:5"), "service \"bimodal:1.1:5\": fraction 1.1: expected a number from 0 to 1");
-        assert_eq!(error("bimodal:0.1"), "service \"bimodal:0.1\": expected bimodal:FRACTION:FACTOR");
-        assert!(error("bimodal:0.1:0.5").contains("factor 0.5: expected a number from 1"));
-        assert!(error("bimodal:NaN:5").contains("fraction NaN"));
-        assert!(error("trimodal:0.7:5:0.7:9").contains("add up to 1.4"));
-        assert!(error("exponential").contains("did you mean exp?"), "{}", error("exponential"));
-        assert!(error("lognormal:-1").contains("SIGMA above 0"));
+        let parse_error = |text: &str| text.parse::<ServiceTimeDistribution>().unwrap_err().to_string();
+        assert_eq!(
+            parse_error("bimodal:1.1:5"),
+            "service \"bimodal:1.1:5\": fraction 1.1: expected a number from 0 to 1"
+        );
+        assert_eq!(parse_error("bimodal:0.1"), "service \"bimodal:0.1\": expected bimodal:FRACTION:FACTOR");
+        assert!(parse_error("bimodal:0.1:0.5").contains("factor 0.5: expected a number from 1"));
+        assert!(parse_error("bimodal:NaN:5").contains("fraction NaN"));
+        assert!(parse_error("trimodal:0.7:5:0.7:9").contains("add up to 1.4"));
+        assert!(parse_error("exponential").contains("did you mean exp?"), "{}", parse_error("exponential"));
+        assert!(parse_error("lognormal:-1").contains("SIGMA above 0"));
     }
 
     #[test]
-    fn draws_have_the_mean_and_the_shares() {
+    fn samples_have_the_configured_mean_and_class_shares() {
         for name in ["fixed", "exp", "lognormal:0.5", "bimodal:0.1:5", "trimodal:0.2:5:0.1:10"] {
             let service: ServiceTimeDistribution = name.parse().unwrap();
             let (sampler, mut rng) = (service.sampler(), seeded_rng(1, 0));

@@ -5,7 +5,7 @@ use rand::Rng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
 
 use super::server::Request;
-use super::service::Sampler;
+use super::service::ServiceTimeSampler;
 use super::ticks::{TICKS_PER_UNIT, Tick};
 use super::{Config, Priorities};
 use crate::random::exponential;
@@ -14,11 +14,11 @@ use crate::random::exponential;
 /// requests in the same order (common random numbers), so random differences do not affect comparisons.
 #[derive(Debug)]
 pub struct Workload {
-    mean_gap: f64,
-    sampler: Sampler,
-    connections: Option<ConnectionSampler>,
+    mean_arrival_interval: f64,
+    service_time_sampler: ServiceTimeSampler,
+    connection_sampler: Option<ConnectionSampler>,
     priorities: Priorities,
-    next_arrival: Tick,
+    last_arrival_at: Tick,
     arrival_rng: Xoshiro256PlusPlus,
     service_rng: Xoshiro256PlusPlus,
     hash_rng: Xoshiro256PlusPlus,
@@ -32,15 +32,15 @@ const RNG_STREAM_CONNECTIONS: u64 = 0x7270_6304;
 impl Workload {
     /// Creates requests that offer `load` times the capacity of the cores in `config`.
     pub fn new(config: &Config, load: f64) -> Self {
-        let connections = config.connections.map(|count| {
+        let connection_sampler = config.connection_sampler.map(|count| {
             ConnectionSampler::new(count.get(), config.skew, &mut seeded_rng(config.seed, RNG_STREAM_CONNECTIONS))
         });
         Self {
-            mean_gap: config.service.mean() / (load * f64::from(config.cores)) * TICKS_PER_UNIT as f64,
-            sampler: config.service.sampler(),
-            connections,
+            mean_arrival_interval: config.service.mean() / (load * f64::from(config.cores)) * TICKS_PER_UNIT as f64,
+            service_time_sampler: config.service.sampler(),
+            connection_sampler,
             priorities: config.policy.priorities(),
-            next_arrival: 0,
+            last_arrival_at: 0,
             arrival_rng: seeded_rng(config.seed, RNG_STREAM_ARRIVALS),
             service_rng: seeded_rng(config.seed, RNG_STREAM_SERVICES),
             hash_rng: seeded_rng(config.seed, RNG_STREAM_HASHES),
@@ -48,15 +48,18 @@ impl Workload {
     }
 
     #[inline]
-    pub fn draw(&mut self) -> Request {
-        self.next_arrival += (exponential(&mut self.arrival_rng) * self.mean_gap + 0.5) as Tick;
-        let (class, work) = self.sampler.sample(&mut self.service_rng);
+    pub fn draw_request(&mut self) -> Request {
+        self.last_arrival_at += (exponential(&mut self.arrival_rng) * self.mean_arrival_interval + 0.5) as Tick;
+        let (class, work) = self.service_time_sampler.sample(&mut self.service_rng);
         let hash = self.hash_rng.next_u32();
         Request {
-            arrived_at: self.next_arrival,
+            arrived_at: self.last_arrival_at,
             work,
             hash,
-            flow_hash: self.connections.as_ref().map_or(hash, |connections| connections.draw(&mut self.hash_rng)),
+            flow_hash: self
+                .connection_sampler
+                .as_ref()
+                .map_or(hash, |connections| connections.draw_connection_hash(&mut self.hash_rng)),
             connection: 0,
             class,
             service: self.priorities.service_of_class(class),
@@ -75,24 +78,26 @@ struct ConnectionSampler {
 struct AliasEntry {
     /// Random 32-bit numbers below this threshold select the connection, others its alias.
     threshold: u64,
-    hash: u32,
+    connection_hash: u32,
     alias_hash: u32,
 }
 
 impl ConnectionSampler {
     fn new(count: u32, skew: f64, rng: &mut Xoshiro256PlusPlus) -> Self {
         let weights: Vec<f64> = (1..=count).map(|rank| libm::pow(f64::from(rank), -skew)).collect();
-        let total: f64 = weights.iter().sum();
-        let mut scaled: Vec<f64> = weights.iter().map(|weight| weight / total * f64::from(count)).collect();
+        let total_weight: f64 = weights.iter().sum();
+        let mut scaled_weights: Vec<f64> =
+            weights.iter().map(|weight| weight / total_weight * f64::from(count)).collect();
         let hashes: Vec<u32> = weights.iter().map(|_| rng.next_u32()).collect();
-        let own = |hash: &u32| AliasEntry { threshold: 1 << 32, hash: *hash, alias_hash: *hash };
-        let mut entries: Vec<AliasEntry> = hashes.iter().map(own).collect();
-        let (mut small, mut large): (Vec<usize>, Vec<usize>) = (0..scaled.len()).partition(|i| scaled[*i] < 1.0);
+        let own_entry = |hash: &u32| AliasEntry { threshold: 1 << 32, connection_hash: *hash, alias_hash: *hash };
+        let mut entries: Vec<AliasEntry> = hashes.iter().map(own_entry).collect();
+        let (mut small, mut large): (Vec<usize>, Vec<usize>) =
+            (0..scaled_weights.len()).partition(|i| scaled_weights[*i] < 1.0);
         while let (Some(less), Some(more)) = (small.pop(), large.last().copied()) {
-            entries[less].threshold = (scaled[less] * f64::from(1u32 << 31) * 2.0) as u64;
+            entries[less].threshold = (scaled_weights[less] * f64::from(1u32 << 31) * 2.0) as u64;
             entries[less].alias_hash = hashes[more];
-            scaled[more] -= 1.0 - scaled[less];
-            if scaled[more] < 1.0 {
+            scaled_weights[more] -= 1.0 - scaled_weights[less];
+            if scaled_weights[more] < 1.0 {
                 large.pop();
                 small.push(more);
             }
@@ -100,9 +105,9 @@ impl ConnectionSampler {
         Self { entries }
     }
 
-    fn draw(&self, rng: &mut Xoshiro256PlusPlus) -> u32 {
+    fn draw_connection_hash(&self, rng: &mut Xoshiro256PlusPlus) -> u32 {
         let entry = self.entries[uniform_below(rng, self.entries.len() as u32) as usize];
-        if u64::from(rng.next_u32()) < entry.threshold { entry.hash } else { entry.alias_hash }
+        if u64::from(rng.next_u32()) < entry.threshold { entry.connection_hash } else { entry.alias_hash }
     }
 }
 
@@ -115,9 +120,9 @@ mod tests {
     #[test]
     fn connections_have_zipf_shares() {
         let mut rng = seeded_rng(1, 0);
-        let connections = ConnectionSampler::new(4, 1.0, &mut rng);
+        let sampler = ConnectionSampler::new(4, 1.0, &mut rng);
         let mut counts: HashMap<u32, u32> = HashMap::new();
-        (0..100_000).for_each(|_| *counts.entry(connections.draw(&mut rng)).or_default() += 1);
+        (0..100_000).for_each(|_| *counts.entry(sampler.draw_connection_hash(&mut rng)).or_default() += 1);
         let mut counts: Vec<u32> = counts.into_values().collect();
         counts.sort_unstable();
         // 1 / (1 + 1/2 + 1/3 + 1/4) = 0.48 of all for the first.

@@ -14,7 +14,7 @@ use coreward_model::FourTuple;
 use super::{Batch, CoreServiceRate, FirstPacket, FlowEvent, Packet, SkipCounts, Trace, TraceError};
 
 /// Maximum number of packets in a merged batch.
-const BATCH_PACKETS: usize = 16_384;
+const MAX_BATCH_PACKETS: usize = 16_384;
 
 /// Part of a trace between two times, as a trace that starts at 0.
 pub struct TraceSlice {
@@ -25,7 +25,7 @@ pub struct TraceSlice {
     unsent_flows: HashMap<u32, FirstPacket>,
     /// Numbers of the flows that have sent in the part and have not ended.
     open_flows: HashMap<u32, ()>,
-    is_ended: bool,
+    has_ended: bool,
 }
 
 impl TraceSlice {
@@ -33,28 +33,28 @@ impl TraceSlice {
     /// cut too.
     pub fn new(trace: Box<dyn Trace>, from_ns: u64, until_ns: u64) -> Self {
         assert_eq!(trace.history_ns(), 0, "a trace with a history is not cut");
-        Self { trace, from_ns, until_ns, unsent_flows: HashMap::new(), open_flows: HashMap::new(), is_ended: false }
+        Self { trace, from_ns, until_ns, unsent_flows: HashMap::new(), open_flows: HashMap::new(), has_ended: false }
     }
 
     /// Copies those packets of `whole` that are within the part, with adjusted times.
-    fn cut(&mut self, whole: &Batch, part: &mut Batch) {
-        let mut openings = whole.openings.iter();
+    fn copy_packets_in_part(&mut self, whole: &Batch, part: &mut Batch) {
+        let mut first_packets = whole.first_packets.iter();
         for packet in &whole.packets {
-            let opening = if packet.event.opens() { openings.next().copied() } else { None };
+            let first_packet = if packet.event.opens() { first_packets.next().copied() } else { None };
             if packet.time_ns >= self.until_ns {
-                self.is_ended = true;
+                self.has_ended = true;
                 return;
             }
             if packet.time_ns < self.from_ns {
-                self.process_before_part(packet, opening);
+                self.process_packet_before_part(packet, first_packet);
             } else {
-                self.process_in_part(packet, opening, part);
+                self.process_packet_in_part(packet, first_packet, part);
             }
         }
     }
 
-    fn process_before_part(&mut self, packet: &Packet, opening: Option<FirstPacket>) {
-        if let Some(opening) = opening {
+    fn process_packet_before_part(&mut self, packet: &Packet, first_packet: Option<FirstPacket>) {
+        if let Some(opening) = first_packet {
             self.unsent_flows.insert(packet.flow, opening);
         }
         if packet.event.closes() {
@@ -62,14 +62,14 @@ impl TraceSlice {
         }
     }
 
-    fn process_in_part(&mut self, packet: &Packet, opening: Option<FirstPacket>, part: &mut Batch) {
-        let began_before = self.unsent_flows.remove(&packet.flow);
-        if began_before.is_some() && !packet.event.is_packet() {
+    fn process_packet_in_part(&mut self, packet: &Packet, first_packet: Option<FirstPacket>, part: &mut Batch) {
+        let unsent_first_packet = self.unsent_flows.remove(&packet.flow);
+        if unsent_first_packet.is_some() && !packet.event.is_packet() {
             return;
         }
         let mut event = packet.event;
-        if let Some(opening) = opening.or(began_before) {
-            part.openings.push(opening);
+        if let Some(opening) = first_packet.or(unsent_first_packet) {
+            part.first_packets.push(opening);
             event = if event.closes() { FlowEvent::OPENS_AND_CLOSES } else { FlowEvent::OPENS };
         }
         if event.closes() {
@@ -85,17 +85,17 @@ impl Trace for TraceSlice {
     fn read(&mut self, batch: &mut Batch) -> Result<(), TraceError> {
         batch.clear();
         let mut whole = Batch::default();
-        while batch.packets.is_empty() && !self.is_ended {
+        while batch.packets.is_empty() && !self.has_ended {
             self.trace.read(&mut whole)?;
-            self.is_ended |= whole.packets.is_empty();
-            self.cut(&whole, batch);
+            self.has_ended |= whole.packets.is_empty();
+            self.copy_packets_in_part(&whole, batch);
         }
-        if self.is_ended {
+        if self.has_ended {
             // Flows that are open at the end of the part send nothing more.
-            let mut open: Vec<u32> = self.open_flows.drain().map(|(flow, ())| flow).collect();
-            open.sort_unstable();
+            let mut open_flows: Vec<u32> = self.open_flows.drain().map(|(flow, ())| flow).collect();
+            open_flows.sort_unstable();
             let time_ns = self.until_ns - self.from_ns;
-            batch.packets.extend(open.into_iter().map(|flow| Packet {
+            batch.packets.extend(open_flows.into_iter().map(|flow| Packet {
                 time_ns,
                 flow,
                 bytes: 0,
@@ -105,12 +105,12 @@ impl Trace for TraceSlice {
         Ok(())
     }
 
-    fn skipped(&self) -> SkipCounts {
-        self.trace.skipped()
+    fn skip_counts(&self) -> SkipCounts {
+        self.trace.skip_counts()
     }
 
-    fn reordered(&self) -> u64 {
-        self.trace.reordered()
+    fn reordered_packet_count(&self) -> u64 {
+        self.trace.reordered_packet_count()
     }
 
     fn end_ns(&self) -> Option<u64> {
@@ -125,49 +125,53 @@ impl Trace for TraceSlice {
 struct TraceCopy {
     trace: Box<dyn Trace>,
     start_ns: u64,
-    copy: u32,
+    copy_number: u32,
     batch: Batch,
-    next_packet: usize,
-    next_opening: usize,
+    next_packet_index: usize,
+    next_first_packet_index: usize,
 }
 
 impl TraceCopy {
     /// Returns the next packet of the copy, with its time in the overlay; `None` at the end of the copy.
     fn peek(&mut self) -> Result<Option<Packet>, TraceError> {
-        if self.next_packet == self.batch.packets.len() {
+        if self.next_packet_index == self.batch.packets.len() {
             self.trace.read(&mut self.batch)?;
-            (self.next_packet, self.next_opening) = (0, 0);
+            (self.next_packet_index, self.next_first_packet_index) = (0, 0);
         }
-        let packet = self.batch.packets.get(self.next_packet);
+        let packet = self.batch.packets.get(self.next_packet_index);
         Ok(packet.map(|packet| Packet { time_ns: packet.time_ns + self.start_ns, ..*packet }))
     }
 }
 
 /// Overlay of several traces, which is a trace itself.
 pub struct TraceOverlay {
-    parts: Vec<TraceCopy>,
+    copies: Vec<TraceCopy>,
     /// Time of each copy's next packet, with the index of the copy.
-    next_packets: BinaryHeap<Reverse<(u64, usize)>>,
+    next_packet_times: BinaryHeap<Reverse<(u64, usize)>>,
     is_started: bool,
 }
 
 impl TraceOverlay {
     /// Creates an overlay of traces, each with its start time (ns) and the number of its copy.
-    pub fn new(parts: Vec<(Box<dyn Trace>, u64, u32)>) -> Self {
-        let part = |(trace, start_ns, copy)| TraceCopy {
+    pub fn new(traces: Vec<(Box<dyn Trace>, u64, u32)>) -> Self {
+        let to_copy = |(trace, start_ns, copy)| TraceCopy {
             trace,
             start_ns,
-            copy,
+            copy_number: copy,
             batch: Batch::default(),
-            next_packet: 0,
-            next_opening: 0,
+            next_packet_index: 0,
+            next_first_packet_index: 0,
         };
-        Self { parts: parts.into_iter().map(part).collect(), next_packets: BinaryHeap::new(), is_started: false }
+        Self {
+            copies: traces.into_iter().map(to_copy).collect(),
+            next_packet_times: BinaryHeap::new(),
+            is_started: false,
+        }
     }
 
-    fn schedule(&mut self, part: usize) -> Result<(), TraceError> {
-        if let Some(packet) = self.parts[part].peek()? {
-            self.next_packets.push(Reverse((packet.time_ns, part)));
+    fn schedule_next_packet(&mut self, copy_index: usize) -> Result<(), TraceError> {
+        if let Some(packet) = self.copies[copy_index].peek()? {
+            self.next_packet_times.push(Reverse((packet.time_ns, copy_index)));
         }
         Ok(())
     }
@@ -178,67 +182,69 @@ impl Trace for TraceOverlay {
         batch.clear();
         if !self.is_started {
             self.is_started = true;
-            for part in 0..self.parts.len() {
-                self.schedule(part)?;
+            for part in 0..self.copies.len() {
+                self.schedule_next_packet(part)?;
             }
         }
-        let count = self.parts.len() as u32;
-        while batch.packets.len() < BATCH_PACKETS {
-            let Some(Reverse((time_ns, position))) = self.next_packets.pop() else { break };
-            let part = &mut self.parts[position];
-            let packet = part.batch.packets[part.next_packet];
-            part.next_packet += 1;
+        let copy_count = self.copies.len() as u32;
+        while batch.packets.len() < MAX_BATCH_PACKETS {
+            let Some(Reverse((time_ns, position))) = self.next_packet_times.pop() else { break };
+            let copy = &mut self.copies[position];
+            let packet = copy.batch.packets[copy.next_packet_index];
+            copy.next_packet_index += 1;
             if packet.event.opens() {
-                let opening = part.batch.openings[part.next_opening];
-                part.next_opening += 1;
-                batch.openings.push(FirstPacket { tuple: copy_tuple(&opening.tuple, part.copy), ..opening });
+                let first_packet = copy.batch.first_packets[copy.next_first_packet_index];
+                copy.next_first_packet_index += 1;
+                batch
+                    .first_packets
+                    .push(FirstPacket { tuple: tuple_in_copy(&first_packet.tuple, copy.copy_number), ..first_packet });
             }
-            batch.packets.push(Packet { time_ns, flow: packet.flow * count + position as u32, ..packet });
-            self.schedule(position)?;
+            batch.packets.push(Packet { time_ns, flow: packet.flow * copy_count + position as u32, ..packet });
+            self.schedule_next_packet(position)?;
         }
         Ok(())
     }
 
-    fn skipped(&self) -> SkipCounts {
-        let mut all = SkipCounts::new();
-        for (reason, packets) in self.parts.iter().flat_map(|part| part.trace.skipped()) {
-            *all.entry(reason).or_default() += packets;
+    fn skip_counts(&self) -> SkipCounts {
+        let mut skip_counts = SkipCounts::new();
+        for (reason, packets) in self.copies.iter().flat_map(|part| part.trace.skip_counts()) {
+            *skip_counts.entry(reason).or_default() += packets;
         }
-        all
+        skip_counts
     }
 
-    fn reordered(&self) -> u64 {
-        self.parts.iter().map(|part| part.trace.reordered()).sum()
+    fn reordered_packet_count(&self) -> u64 {
+        self.copies.iter().map(|part| part.trace.reordered_packet_count()).sum()
     }
 
     fn history_ns(&self) -> u64 {
-        self.parts[0].trace.history_ns()
+        self.copies[0].trace.history_ns()
     }
 
     fn end_ns(&self) -> Option<u64> {
-        self.parts.iter().map(|part| Some(part.start_ns + part.trace.end_ns()?)).max()?
+        self.copies.iter().map(|part| Some(part.start_ns + part.trace.end_ns()?)).max()?
     }
 
     fn service(&self) -> Option<CoreServiceRate> {
-        self.parts[0].trace.service()
+        self.copies[0].trace.service()
     }
 }
 
 /// Returns the 4-tuple that a flow has in a copy, unchanged in copy 0. Addresses are mixed, because Toeplitz is linear:
 /// with a constant difference between copies, flows that share a bucket would share one in every copy.
-fn copy_tuple(tuple: &FourTuple, copy: u32) -> FourTuple {
-    let side = |socket: SocketAddr| SocketAddr::new(copy_address(socket.ip(), copy), socket.port());
-    FourTuple::new(side(tuple.client()), side(tuple.vip())).expect("families stay as they are")
+fn tuple_in_copy(tuple: &FourTuple, copy_number: u32) -> FourTuple {
+    let socket_in_copy = |socket: SocketAddr| SocketAddr::new(address_in_copy(socket.ip(), copy_number), socket.port());
+    FourTuple::new(socket_in_copy(tuple.client()), socket_in_copy(tuple.vip())).expect("families stay as they are")
 }
 
-fn copy_address(address: IpAddr, copy: u32) -> IpAddr {
-    if copy == 0 {
+fn address_in_copy(address: IpAddr, copy_number: u32) -> IpAddr {
+    if copy_number == 0 {
         return address;
     }
     match address {
         IpAddr::V4(v4) => {
             // The finaliser of MurmurHash3 (32 bits) keeps different addresses different.
-            let mut x = v4.to_bits() ^ copy.wrapping_mul(0x9e37_79b9);
+            let mut x = v4.to_bits() ^ copy_number.wrapping_mul(0x9e37_79b9);
             x = (x ^ x >> 16).wrapping_mul(0x85eb_ca6b);
             x = (x ^ x >> 13).wrapping_mul(0xc2b2_ae35);
             Ipv4Addr::from_bits(x ^ x >> 16).into()
@@ -246,7 +252,8 @@ fn copy_address(address: IpAddr, copy: u32) -> IpAddr {
         IpAddr::V6(v6) => {
             // The 64 interface bits, mixed with the network bits.
             let (network, interface) = ((v6.to_bits() >> 64) as u64, v6.to_bits() as u64);
-            let mut x = interface ^ u64::from(copy).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ network.rotate_left(32);
+            let mut x =
+                interface ^ u64::from(copy_number).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ network.rotate_left(32);
             x = (x ^ x >> 33).wrapping_mul(0xff51_afd7_ed55_8ccd);
             x = (x ^ x >> 33).wrapping_mul(0xc4ce_b9fe_1a85_ec53);
             Ipv6Addr::from_bits(u128::from(network) << 64 | u128::from(x ^ x >> 33)).into()
@@ -261,16 +268,16 @@ mod tests {
     /// A trace for tests: packets of flow 5 at 0, 10, .. 90 ns, of flow 6 at 35 and 65 ns.
     struct SmallTrace(Vec<Batch>);
 
-    fn small() -> Box<dyn Trace> {
+    fn small_trace() -> Box<dyn Trace> {
         let tuple = |port| FourTuple::ipv4((Ipv4Addr::new(10, 0, 0, 1), port), (Ipv4Addr::new(10, 9, 0, 1), 80));
-        let opening = |port| FirstPacket { tuple: tuple(port), rate_pps: None };
+        let first_packet = |port| FirstPacket { tuple: tuple(port), rate_pps: None };
         let packet = |time_ns, flow, event| Packet { time_ns, flow, bytes: 60, event };
         let mut packets: Vec<Packet> = (0..10u64).map(|n| packet(n * 10, 5, FlowEvent::NONE)).collect();
         packets[0].event = FlowEvent::OPENS;
         packets.push(packet(35, 6, FlowEvent::OPENS));
         packets.push(packet(65, 6, FlowEvent::CLOSES));
         packets.sort_by_key(|packet| packet.time_ns);
-        let batch = Batch { packets, openings: vec![opening(1), opening(2)] };
+        let batch = Batch { packets, first_packets: vec![first_packet(1), first_packet(2)] };
         Box::new(SmallTrace(vec![batch]))
     }
 
@@ -285,7 +292,7 @@ mod tests {
         }
     }
 
-    fn all(mut trace: impl Trace) -> (Vec<(u64, u32, FlowEvent)>, Vec<FirstPacket>) {
+    fn read_all_packets(mut trace: impl Trace) -> (Vec<(u64, u32, FlowEvent)>, Vec<FirstPacket>) {
         let (mut batch, mut packets, mut openings) = (Batch::default(), Vec::new(), Vec::new());
         loop {
             trace.read(&mut batch).unwrap();
@@ -293,13 +300,13 @@ mod tests {
                 return (packets, openings);
             }
             packets.extend(batch.packets.iter().map(|packet| (packet.time_ns, packet.flow, packet.event)));
-            openings.extend(&batch.openings);
+            openings.extend(&batch.first_packets);
         }
     }
 
     #[test]
-    fn trace_part_opens_and_closes_its_flows() {
-        let (packets, openings) = all(TraceSlice::new(small(), 55, 75));
+    fn trace_slice_opens_and_closes_its_flows() {
+        let (packets, openings) = read_all_packets(TraceSlice::new(small_trace(), 55, 75));
         assert_eq!(
             packets,
             [
@@ -311,14 +318,14 @@ mod tests {
         );
         assert_eq!(openings.iter().map(|opening| opening.tuple.client().port()).collect::<Vec<_>>(), [1, 2]);
         // From its beginning the part equals the trace, plus the ends of flows.
-        let (packets, _) = all(TraceSlice::new(small(), 0, 100));
+        let (packets, _) = read_all_packets(TraceSlice::new(small_trace(), 0, 100));
         assert_eq!((packets.len(), packets[12]), (13, (100, 5, FlowEvent::EXPIRES)));
     }
 
     #[test]
-    fn copies_are_merged_by_time_with_flows_of_their_own() {
-        let parts = vec![(small(), 0, 0), (small(), 3, 1)];
-        let (packets, openings) = all(TraceOverlay::new(parts));
+    fn overlay_merges_copies_by_time_and_gives_them_different_flows() {
+        let traces = vec![(small_trace(), 0, 0), (small_trace(), 3, 1)];
+        let (packets, openings) = read_all_packets(TraceOverlay::new(traces));
         assert_eq!(packets.len(), 24);
         assert!(packets.is_sorted_by_key(|(time_ns, ..)| *time_ns));
         assert_eq!((packets[0], packets[1]), ((0, 10, FlowEvent::OPENS), (3, 11, FlowEvent::OPENS)));
@@ -327,17 +334,17 @@ mod tests {
     }
 
     #[test]
-    fn fresh_addresses_do_not_differ_by_one_constant() {
+    fn addresses_of_a_copy_do_not_all_differ_by_the_same_constant() {
         let addresses = ["10.0.0.1", "10.0.0.2", "10.0.0.3"].map(|text| text.parse::<Ipv4Addr>().unwrap());
         let differences: std::collections::HashSet<u32> = addresses
-            .map(|address| match copy_address(address.into(), 3) {
+            .map(|address| match address_in_copy(address.into(), 3) {
                 IpAddr::V4(fresh) => fresh.to_bits() ^ address.to_bits(),
                 IpAddr::V6(_) => unreachable!("stays IPv4"),
             })
             .into();
         assert_eq!(differences.len(), 3);
         let v6: IpAddr = "2001:db8::1".parse().unwrap();
-        assert_ne!(copy_address(v6, 1), copy_address(v6, 2));
-        assert_eq!(copy_address(v6, 0), v6);
+        assert_ne!(address_in_copy(v6, 1), address_in_copy(v6, 2));
+        assert_eq!(address_in_copy(v6, 0), v6);
     }
 }

@@ -5,39 +5,46 @@ use coreward_model::arrivals::ArrivalLog;
 use super::{Batch, CoreServiceRate, FirstPacket, FlowEvent, Packet, Trace, TraceError};
 
 /// Maximum number of packets in a batch.
-const BATCH_PACKETS: usize = 16_384;
+const MAX_BATCH_PACKETS: usize = 16_384;
 
 /// Trace with the requests of an arrival log as packets.
 pub struct ArrivalTrace {
     log: ArrivalLog,
     /// Time of each request (us), its connection, and its number on the connection.
     requests: Vec<(u64, u32, u32)>,
-    next_request: usize,
-    service: CoreServiceRate,
+    next_request_index: usize,
+    service_rate: CoreServiceRate,
 }
 
 impl ArrivalTrace {
     /// Creates the trace of a log. Fails when the requests have different service times; the error names `path`.
     pub fn new(log: ArrivalLog, path: &str) -> Result<Self, TraceError> {
-        let first = log.arrivals.first().map_or(1, |arrival| arrival.service_us);
-        if let Some(arrival) = log.arrivals.iter().find(|arrival| arrival.service_us != first) {
+        let first_service_us = log.arrivals.first().map_or(1, |arrival| arrival.service_us);
+        if let Some(arrival) = log.arrivals.iter().find(|arrival| arrival.service_us != first_service_us) {
             let other = arrival.service_us;
-            return Err(TraceError::MixedServiceTimes { path: path.to_owned(), first, other });
+            return Err(TraceError::MixedServiceTimes { path: path.to_owned(), first: first_service_us, other });
         }
         let mut requests = Vec::new();
         for (connection, arrival) in log.arrivals.iter().enumerate() {
-            requests.extend((0..arrival.request_count).map(|index| (arrival.due_us(index), connection as u32, index)));
+            requests.extend(
+                (0..arrival.request_count).map(|index| (arrival.request_due_us(index), connection as u32, index)),
+            );
         }
         requests.sort_unstable();
-        Ok(Self { log, requests, next_request: 0, service: CoreServiceRate { packets_per_s: 1e6 / f64::from(first) } })
+        Ok(Self {
+            log,
+            requests,
+            next_request_index: 0,
+            service_rate: CoreServiceRate { packets_per_s: 1e6 / f64::from(first_service_us) },
+        })
     }
 }
 
 impl Trace for ArrivalTrace {
     fn read(&mut self, batch: &mut Batch) -> Result<(), TraceError> {
         batch.clear();
-        let end = (self.next_request + BATCH_PACKETS).min(self.requests.len());
-        for (due_us, connection, index) in &self.requests[self.next_request..end] {
+        let end_index = (self.next_request_index + MAX_BATCH_PACKETS).min(self.requests.len());
+        for (due_us, connection, index) in &self.requests[self.next_request_index..end_index] {
             let arrival = &self.log.arrivals[*connection as usize];
             let event = match (*index == 0, *index + 1 == arrival.request_count) {
                 (false, false) => FlowEvent::NONE,
@@ -47,11 +54,11 @@ impl Trace for ArrivalTrace {
             };
             if event.opens() {
                 let rate_pps = Some(1e6 / f64::from(arrival.interval_us.max(1)));
-                batch.openings.push(FirstPacket { tuple: arrival.four_tuple(), rate_pps });
+                batch.first_packets.push(FirstPacket { tuple: arrival.four_tuple(), rate_pps });
             }
             batch.packets.push(Packet { time_ns: due_us * 1_000, flow: *connection, bytes: 0, event });
         }
-        self.next_request = end;
+        self.next_request_index = end_index;
         Ok(())
     }
 
@@ -60,6 +67,6 @@ impl Trace for ArrivalTrace {
     }
 
     fn service(&self) -> Option<CoreServiceRate> {
-        Some(self.service)
+        Some(self.service_rate)
     }
 }

@@ -6,7 +6,7 @@
 
 use std::str::FromStr;
 
-use super::campus::{ActiveFlow, FlowGenerator, KeyedOpening, emit, sort_batch};
+use super::campus::{ActiveFlow, FlowGenerator, KeyedFirstPacket, append_packets, sort_batch};
 use super::settings::{SettingError, parse_settings};
 use super::{Batch, Trace, TraceError};
 
@@ -19,7 +19,7 @@ const SLICE_NS: u64 = 20_000_000;
 
 /// Parameters of burst traffic.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Burst {
+pub struct BurstSettings {
     /// Seed of the traffic; `None`: each run draws its traffic from its own seed.
     pub seed: Option<u64>,
     /// Number of connections, 1 to 1,000,000.
@@ -28,51 +28,51 @@ pub struct Burst {
     pub seconds: u64,
 }
 
-impl Default for Burst {
+impl Default for BurstSettings {
     fn default() -> Self {
         Self { seed: None, connections: 1_000, seconds: 5 }
     }
 }
 
-impl FromStr for Burst {
+impl FromStr for BurstSettings {
     type Err = SettingError;
 
     /// Parses `seed=1,connections=1000,seconds=5`; missing settings have their defaults.
     fn from_str(text: &str) -> Result<Self, SettingError> {
-        let mut burst = Self::default();
+        let mut settings = Self::default();
         for setting in parse_settings("burst", text) {
             let setting = setting?;
             match setting.name {
-                "seed" => burst.seed = Some(setting.to_integer_in(0..=u64::MAX)?),
-                "connections" => burst.connections = setting.to_integer_in(1..=1_000_000)? as u32,
-                "seconds" => burst.seconds = setting.to_integer_in(2..=3_600)?,
+                "seed" => settings.seed = Some(setting.to_integer_in(0..=u64::MAX)?),
+                "connections" => settings.connections = setting.to_integer_in(1..=1_000_000)? as u32,
+                "seconds" => settings.seconds = setting.to_integer_in(2..=3_600)?,
                 _ => return Err(setting.unknown_name_error(&["seed", "connections", "seconds"])),
             }
         }
-        Ok(burst)
+        Ok(settings)
     }
 }
 
 /// Burst traffic of one seed.
 pub struct BurstTrace {
-    active: Vec<ActiveFlow>,
+    active_flows: Vec<ActiveFlow>,
     slice_start_ns: u64,
     end_ns: u64,
 }
 
 impl BurstTrace {
     /// Creates burst traffic with these settings, and with `seed` if they have none.
-    pub fn new(burst: &Burst, seed: u64) -> Self {
-        let mut draw = FlowGenerator::new(burst.seed.unwrap_or(seed));
-        let end_ns = burst.seconds * 1_000_000_000;
-        let active = (0..burst.connections).map(|number| {
-            let start_ns = BURST_START_NS as f64 + draw.draw_uniform() * BURST_DURATION_NS as f64;
-            let rate = draw.draw_rate();
+    pub fn new(settings: &BurstSettings, seed: u64) -> Self {
+        let mut flow_generator = FlowGenerator::new(settings.seed.unwrap_or(seed));
+        let end_ns = settings.seconds * 1_000_000_000;
+        let active_flows = (0..settings.connections).map(|number| {
+            let start_ns = BURST_START_NS as f64 + flow_generator.draw_uniform() * BURST_DURATION_NS as f64;
+            let rate_pps = flow_generator.draw_rate();
             // More packets than the connection can send until the end.
-            let packets = rate * end_ns as f64 / 1e9 + 1.0;
-            ActiveFlow::new(number, start_ns, rate, packets as u32, draw.draw_tuple())
+            let packet_count = rate_pps * end_ns as f64 / 1e9 + 1.0;
+            ActiveFlow::new(number, start_ns, rate_pps, packet_count as u32, flow_generator.draw_tuple())
         });
-        Self { active: active.collect(), slice_start_ns: 0, end_ns }
+        Self { active_flows: active_flows.collect(), slice_start_ns: 0, end_ns }
     }
 }
 
@@ -81,11 +81,11 @@ impl Trace for BurstTrace {
         batch.clear();
         while batch.packets.is_empty() && self.slice_start_ns < self.end_ns {
             let until_ns = (self.slice_start_ns + SLICE_NS).min(self.end_ns);
-            let mut openings: Vec<KeyedOpening> = Vec::new();
-            for flow in &mut self.active {
-                emit(flow, until_ns as f64, &mut batch.packets, &mut openings);
+            let mut first_packets: Vec<KeyedFirstPacket> = Vec::new();
+            for flow in &mut self.active_flows {
+                append_packets(flow, until_ns as f64, &mut batch.packets, &mut first_packets);
             }
-            sort_batch(batch, openings);
+            sort_batch(batch, first_packets);
             self.slice_start_ns = until_ns;
         }
         Ok(())

@@ -42,7 +42,7 @@ enum LengthDistribution {
 }
 
 /// Mixture of packets per flow: flow-models, agh_2015061019_IPv4_anon, mixtures/all/length (Jurkiewicz 2023).
-const MIXTURE: [MixtureComponent; 10] = [
+const FLOW_LENGTH_MIXTURE: [MixtureComponent; 10] = [
     MixtureComponent { weight: 0.2667839375411922, length: LengthDistribution::Uniform(1.0) },
     MixtureComponent { weight: 0.2498173937170916, length: LengthDistribution::Uniform(2.0) },
     MixtureComponent { weight: 0.07891291919980845, length: LengthDistribution::Uniform(3.0) },
@@ -77,7 +77,7 @@ const RATE_SIGMA: f64 = 1.3;
 /// Maximum number of packets of a flow, which follows from the limits of duration and rate.
 const MAX_FLOW_PACKETS: f64 = MAX_FLOW_SECONDS * MAX_RATE_PPS;
 /// Mean size of the hour's packets (bytes): 547 GB in 681 million packets.
-const PACKET_BYTES: u16 = 803;
+const MEAN_PACKET_BYTES: u16 = 803;
 /// Duration of the time slices in which packets are drawn and sorted (ns).
 const SLICE_NS: u64 = 20_000_000;
 /// Duration of the time slices in the history (ns), longer because a flow has only two events there.
@@ -88,7 +88,7 @@ const RNG_STREAM_CAMPUS_TRAFFIC: u64 = 20;
 
 /// Parameters of campus traffic.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Campus {
+pub struct CampusSettings {
     /// Seed of the traffic; `None`: each run draws its traffic from its own seed.
     pub seed: Option<u64>,
     /// Number of flows that arrive per second, 1 to 1,000,000.
@@ -99,55 +99,62 @@ pub struct Campus {
     pub history_s: u64,
 }
 
-impl Default for Campus {
+impl Default for CampusSettings {
     fn default() -> Self {
         Self { seed: None, flows_per_s: 3_000.0, seconds: 10, history_s: MAX_FLOW_SECONDS as u64 }
     }
 }
 
-impl FromStr for Campus {
+impl FromStr for CampusSettings {
     type Err = SettingError;
 
     /// Parses `seed=1,flows=3000,seconds=10,history=300`; missing settings have their defaults.
     fn from_str(text: &str) -> Result<Self, SettingError> {
-        let mut campus = Self::default();
+        let mut settings = Self::default();
         for setting in parse_settings("campus", text) {
             let setting = setting?;
             match setting.name {
-                "seed" => campus.seed = Some(setting.to_integer_in(0..=u64::MAX)?),
-                "flows" => campus.flows_per_s = setting.to_integer_in(1..=1_000_000)? as f64,
-                "seconds" => campus.seconds = setting.to_integer_in(1..=3_600)?,
-                "history" => campus.history_s = setting.to_integer_in(0..=MAX_FLOW_SECONDS as u64)?,
+                "seed" => settings.seed = Some(setting.to_integer_in(0..=u64::MAX)?),
+                "flows" => settings.flows_per_s = setting.to_integer_in(1..=1_000_000)? as f64,
+                "seconds" => settings.seconds = setting.to_integer_in(1..=3_600)?,
+                "history" => settings.history_s = setting.to_integer_in(0..=MAX_FLOW_SECONDS as u64)?,
                 _ => return Err(setting.unknown_name_error(&["seed", "flows", "seconds", "history"])),
             }
         }
-        Ok(campus)
+        Ok(settings)
     }
 }
 
 /// Flow with remaining packets. Times are in ns after the start of the history.
 pub(super) struct ActiveFlow {
     /// Time of the flow's next packet.
-    next_ns: f64,
+    next_packet_ns: f64,
     interval_ns: f64,
     remaining_packets: u32,
-    number: u32,
+    flow_number: u32,
     is_new: bool,
     tuple: FourTuple,
 }
 
 impl ActiveFlow {
-    pub fn new(number: u32, first_ns: f64, rate: f64, packets: u32, tuple: FourTuple) -> Self {
-        Self { next_ns: first_ns, interval_ns: 1e9 / rate, remaining_packets: packets, number, is_new: true, tuple }
+    pub fn new(flow_number: u32, first_packet_ns: f64, rate_pps: f64, packet_count: u32, tuple: FourTuple) -> Self {
+        Self {
+            next_packet_ns: first_packet_ns,
+            interval_ns: 1e9 / rate_pps,
+            remaining_packets: packet_count,
+            flow_number,
+            is_new: true,
+            tuple,
+        }
     }
 
-    fn opening(&self) -> FirstPacket {
+    fn first_packet(&self) -> FirstPacket {
         FirstPacket { tuple: self.tuple, rate_pps: Some(1e9 / self.interval_ns) }
     }
 
     /// Returns the end of the flow: one interval after its last packet.
     fn end_ns(&self) -> f64 {
-        self.next_ns + f64::from(self.remaining_packets) * self.interval_ns
+        self.next_packet_ns + f64::from(self.remaining_packets) * self.interval_ns
     }
 }
 
@@ -156,32 +163,32 @@ pub struct CampusTrace {
     flow_generator: FlowGenerator,
     /// Arrival of the next flow (s after the end of the history).
     next_arrival_s: f64,
-    mean_gap_s: f64,
+    mean_arrival_gap_s: f64,
     history_ns: u64,
     slice_start_ns: u64,
     end_ns: u64,
-    active: Vec<ActiveFlow>,
+    active_flows: Vec<ActiveFlow>,
     /// Reusable numbers of ended flows, and the first unused number.
-    free_numbers: Vec<u32>,
-    next_number: u32,
+    free_flow_numbers: Vec<u32>,
+    next_flow_number: u32,
 }
 
-pub(super) type KeyedOpening = ((u64, u32), FirstPacket);
+pub(super) type KeyedFirstPacket = ((u64, u32), FirstPacket);
 
 impl CampusTrace {
     /// Creates campus traffic with these settings, and with `seed` if they have none.
-    pub fn new(campus: &Campus, seed: u64) -> Self {
-        let history_ns = campus.history_s * 1_000_000_000;
+    pub fn new(settings: &CampusSettings, seed: u64) -> Self {
+        let history_ns = settings.history_s * 1_000_000_000;
         let mut trace = Self {
-            flow_generator: FlowGenerator::new(campus.seed.unwrap_or(seed)),
+            flow_generator: FlowGenerator::new(settings.seed.unwrap_or(seed)),
             next_arrival_s: -MAX_FLOW_SECONDS,
-            mean_gap_s: 1.0 / campus.flows_per_s,
+            mean_arrival_gap_s: 1.0 / settings.flows_per_s,
             history_ns,
             slice_start_ns: 0,
-            end_ns: history_ns + campus.seconds * 1_000_000_000,
-            active: Vec::new(),
-            free_numbers: Vec::new(),
-            next_number: 0,
+            end_ns: history_ns + settings.seconds * 1_000_000_000,
+            active_flows: Vec::new(),
+            free_flow_numbers: Vec::new(),
+            next_flow_number: 0,
         };
         trace.add_arrivals_until(0);
         trace
@@ -193,22 +200,28 @@ impl CampusTrace {
         let until_s = until_ns as f64 / 1e9 - history_s;
         while self.next_arrival_s < until_s {
             let arrival_s = self.next_arrival_s;
-            let gap: f64 = Exp1.sample(&mut self.flow_generator.rng);
-            self.next_arrival_s += gap * self.mean_gap_s;
+            let unit_gap: f64 = Exp1.sample(&mut self.flow_generator.rng);
+            self.next_arrival_s += unit_gap * self.mean_arrival_gap_s;
             let (length, rate) = (self.flow_generator.draw_packet_count(), self.flow_generator.draw_rate());
             let rate = rate.max(length / MAX_FLOW_SECONDS);
             let tuple = self.flow_generator.draw_tuple();
             // Packets that were sent before the start of the trace and its history.
-            let sent = (-(arrival_s + history_s) * rate).ceil().max(0.0);
-            if sent >= length {
+            let sent_packets = (-(arrival_s + history_s) * rate).ceil().max(0.0);
+            if sent_packets >= length {
                 continue;
             }
-            let number = self.free_numbers.pop().unwrap_or_else(|| {
-                self.next_number += 1;
-                self.next_number - 1
+            let flow_number = self.free_flow_numbers.pop().unwrap_or_else(|| {
+                self.next_flow_number += 1;
+                self.next_flow_number - 1
             });
-            let first_ns = (arrival_s + history_s + sent / rate) * 1e9;
-            self.active.push(ActiveFlow::new(number, first_ns, rate, (length - sent) as u32, tuple));
+            let first_packet_ns = (arrival_s + history_s + sent_packets / rate) * 1e9;
+            self.active_flows.push(ActiveFlow::new(
+                flow_number,
+                first_packet_ns,
+                rate,
+                (length - sent_packets) as u32,
+                tuple,
+            ));
         }
     }
 
@@ -216,31 +229,31 @@ impl CampusTrace {
     fn read_history(&mut self, batch: &mut Batch) {
         let until_ns = (self.slice_start_ns + HISTORY_SLICE_NS).min(self.history_ns);
         self.add_arrivals_until(until_ns);
-        let mut openings = Vec::new();
-        for flow in &mut self.active {
-            begin_or_expire(flow, until_ns as f64, &mut batch.packets, &mut openings);
+        let mut first_packets = Vec::new();
+        for flow in &mut self.active_flows {
+            append_history_events(flow, until_ns as f64, &mut batch.packets, &mut first_packets);
         }
-        self.finish_slice(batch, openings, until_ns);
+        self.finish_slice(batch, first_packets, until_ns);
         if until_ns == self.history_ns {
-            self.active.iter_mut().for_each(|flow| skip_packets_before(flow, until_ns as f64));
-            self.active.retain(|flow| flow.remaining_packets > 0);
+            self.active_flows.iter_mut().for_each(|flow| skip_packets_before(flow, until_ns as f64));
+            self.active_flows.retain(|flow| flow.remaining_packets > 0);
         }
     }
 
     fn read_packets(&mut self, batch: &mut Batch) {
         let until_ns = (self.slice_start_ns + SLICE_NS).min(self.end_ns);
         self.add_arrivals_until(until_ns);
-        let mut openings = Vec::new();
-        for flow in &mut self.active {
-            emit(flow, until_ns as f64, &mut batch.packets, &mut openings);
+        let mut first_packets = Vec::new();
+        for flow in &mut self.active_flows {
+            append_packets(flow, until_ns as f64, &mut batch.packets, &mut first_packets);
         }
-        self.finish_slice(batch, openings, until_ns);
+        self.finish_slice(batch, first_packets, until_ns);
     }
 
-    fn finish_slice(&mut self, batch: &mut Batch, openings: Vec<KeyedOpening>, until_ns: u64) {
-        self.free_numbers
-            .extend(self.active.extract_if(.., |flow| flow.remaining_packets == 0).map(|flow| flow.number));
-        sort_batch(batch, openings);
+    fn finish_slice(&mut self, batch: &mut Batch, first_packets: Vec<KeyedFirstPacket>, until_ns: u64) {
+        self.free_flow_numbers
+            .extend(self.active_flows.extract_if(.., |flow| flow.remaining_packets == 0).map(|flow| flow.flow_number));
+        sort_batch(batch, first_packets);
         self.slice_start_ns = until_ns;
     }
 }
@@ -269,19 +282,24 @@ impl Trace for CampusTrace {
 }
 
 /// Sorts the packets of a batch by time, and appends the first packets of flows in the same order.
-pub(super) fn sort_batch(batch: &mut Batch, mut openings: Vec<KeyedOpening>) {
+pub(super) fn sort_batch(batch: &mut Batch, mut first_packets: Vec<KeyedFirstPacket>) {
     // A flow that begins and ends in the same ns begins first.
     batch.packets.sort_unstable_by_key(|packet| (packet.time_ns, packet.flow, packet.event.closes()));
-    openings.sort_unstable_by_key(|(key, _)| *key);
-    batch.openings.extend(openings.into_iter().map(|(_, opening)| opening));
+    first_packets.sort_unstable_by_key(|(key, _)| *key);
+    batch.first_packets.extend(first_packets.into_iter().map(|(_, opening)| opening));
 }
 
 /// Appends the begin and the end of a flow, if they are in the history before `until_ns`.
-fn begin_or_expire(flow: &mut ActiveFlow, until_ns: f64, events: &mut Vec<Packet>, openings: &mut Vec<KeyedOpening>) {
-    let event = |time_ns, event| Packet { time_ns, flow: flow.number, bytes: 0, event };
+fn append_history_events(
+    flow: &mut ActiveFlow,
+    until_ns: f64,
+    events: &mut Vec<Packet>,
+    first_packets: &mut Vec<KeyedFirstPacket>,
+) {
+    let event = |time_ns, event| Packet { time_ns, flow: flow.flow_number, bytes: 0, event };
     if flow.is_new {
-        let time_ns = flow.next_ns as u64;
-        openings.push(((time_ns, flow.number), flow.opening()));
+        let time_ns = flow.next_packet_ns as u64;
+        first_packets.push(((time_ns, flow.flow_number), flow.first_packet()));
         events.push(event(time_ns, FlowEvent::BEGINS));
         flow.is_new = false;
     }
@@ -293,15 +311,21 @@ fn begin_or_expire(flow: &mut ActiveFlow, until_ns: f64, events: &mut Vec<Packet
 
 /// Skips the packets that the flow sent in the history, which has ended at `now_ns`.
 fn skip_packets_before(flow: &mut ActiveFlow, now_ns: f64) {
-    let sent = ((now_ns - flow.next_ns) / flow.interval_ns).ceil().clamp(0.0, f64::from(flow.remaining_packets));
-    flow.next_ns += sent * flow.interval_ns;
-    flow.remaining_packets -= sent as u32;
+    let sent_packets =
+        ((now_ns - flow.next_packet_ns) / flow.interval_ns).ceil().clamp(0.0, f64::from(flow.remaining_packets));
+    flow.next_packet_ns += sent_packets * flow.interval_ns;
+    flow.remaining_packets -= sent_packets as u32;
 }
 
 /// Appends the packets that a flow sends before `until_ns`.
-pub(super) fn emit(flow: &mut ActiveFlow, until_ns: f64, packets: &mut Vec<Packet>, openings: &mut Vec<KeyedOpening>) {
-    while flow.remaining_packets > 0 && flow.next_ns < until_ns {
-        let time_ns = flow.next_ns as u64;
+pub(super) fn append_packets(
+    flow: &mut ActiveFlow,
+    until_ns: f64,
+    packets: &mut Vec<Packet>,
+    first_packets: &mut Vec<KeyedFirstPacket>,
+) {
+    while flow.remaining_packets > 0 && flow.next_packet_ns < until_ns {
+        let time_ns = flow.next_packet_ns as u64;
         let event = match (flow.is_new, flow.remaining_packets == 1) {
             (false, false) => FlowEvent::NONE,
             (false, true) => FlowEvent::CLOSES,
@@ -309,11 +333,11 @@ pub(super) fn emit(flow: &mut ActiveFlow, until_ns: f64, packets: &mut Vec<Packe
             (true, true) => FlowEvent::OPENS_AND_CLOSES,
         };
         if flow.is_new {
-            openings.push(((time_ns, flow.number), flow.opening()));
+            first_packets.push(((time_ns, flow.flow_number), flow.first_packet()));
             flow.is_new = false;
         }
-        packets.push(Packet { time_ns, flow: flow.number, bytes: PACKET_BYTES, event });
-        flow.next_ns += flow.interval_ns;
+        packets.push(Packet { time_ns, flow: flow.flow_number, bytes: MEAN_PACKET_BYTES, event });
+        flow.next_packet_ns += flow.interval_ns;
         flow.remaining_packets -= 1;
     }
 }
@@ -321,43 +345,46 @@ pub(super) fn emit(flow: &mut ActiveFlow, until_ns: f64, packets: &mut Vec<Packe
 /// Random generator of flows.
 pub(super) struct FlowGenerator {
     rng: Xoshiro256PlusPlus,
-    rate: LogNormal<f64>,
+    rate_distribution: LogNormal<f64>,
     /// Components of the mixture, each with its cumulative weight and its distribution.
-    parts: Vec<(f64, Sampler)>,
+    mixture_components: Vec<(f64, FlowLengthSampler)>,
 }
 
-enum Sampler {
+enum FlowLengthSampler {
     Uniform(f64),
     Lognormal(f64, LogNormal<f64>),
 }
 
 impl FlowGenerator {
     pub fn new(seed: u64) -> Self {
-        let mut below = 0.0;
-        let parts = MIXTURE.iter().map(|part| {
-            below += part.weight;
+        let mut cumulative_weight = 0.0;
+        let mixture_components = FLOW_LENGTH_MIXTURE.iter().map(|part| {
+            cumulative_weight += part.weight;
             let sampler = match part.length {
-                LengthDistribution::Uniform(high) => Sampler::Uniform(high),
+                LengthDistribution::Uniform(high) => FlowLengthSampler::Uniform(high),
                 LengthDistribution::Lognormal { s, scale } => {
-                    Sampler::Lognormal(scale, LogNormal::new(0.0, s).expect("a constant above 0"))
+                    FlowLengthSampler::Lognormal(scale, LogNormal::new(0.0, s).expect("a constant above 0"))
                 }
             };
-            (below, sampler)
+            (cumulative_weight, sampler)
         });
-        let parts = parts.collect();
-        let rate = LogNormal::new(0.0, RATE_SIGMA).expect("a constant above 0");
-        Self { rng: seeded_rng(seed, RNG_STREAM_CAMPUS_TRAFFIC), rate, parts }
+        let mixture_components = mixture_components.collect();
+        let rate_distribution = LogNormal::new(0.0, RATE_SIGMA).expect("a constant above 0");
+        Self { rng: seeded_rng(seed, RNG_STREAM_CAMPUS_TRAFFIC), rate_distribution, mixture_components }
     }
 
     /// Draws the number of packets of a flow: an integer from 1 to [`MAX_FLOW_PACKETS`].
     fn draw_packet_count(&mut self) -> f64 {
         loop {
-            let (whole, _) = self.parts[self.parts.len() - 1];
-            let chosen = self.rng.random::<f64>() * whole;
-            let position = self.parts.partition_point(|(below, _)| *below <= chosen).min(self.parts.len() - 1);
-            let length = match &self.parts[position].1 {
-                Sampler::Uniform(high) => self.rng.random::<f64>() * high,
-                Sampler::Lognormal(scale, lognormal) => scale * lognormal.sample(&mut self.rng),
+            let (whole, _) = self.mixture_components[self.mixture_components.len() - 1];
+            let drawn_weight = self.rng.random::<f64>() * whole;
+            let component_index = self
+                .mixture_components
+                .partition_point(|(below, _)| *below <= drawn_weight)
+                .min(self.mixture_components.len() - 1);
+            let length = match &self.mixture_components[component_index].1 {
+                FlowLengthSampler::Uniform(high) => self.rng.random::<f64>() * high,
+                FlowLengthSampler::Lognormal(scale, lognormal) => scale * lognormal.sample(&mut self.rng),
             };
             if length <= MAX_FLOW_PACKETS {
                 return length.ceil().max(1.0);
@@ -367,7 +394,7 @@ impl FlowGenerator {
 
     /// Draws the rate of a flow (packets/s), regardless of its number of packets.
     pub fn draw_rate(&mut self) -> f64 {
-        (MEDIAN_RATE_PPS * self.rate.sample(&mut self.rng)).min(MAX_RATE_PPS)
+        (MEDIAN_RATE_PPS * self.rate_distribution.sample(&mut self.rng)).min(MAX_RATE_PPS)
     }
 
     /// Draws a uniform number from 0 to below 1.
@@ -388,45 +415,49 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lengths_are_those_of_the_data() {
-        let mut draw = FlowGenerator::new(1);
-        let lengths: Vec<f64> = (0..4_000_000).map(|_| draw.draw_packet_count()).collect();
-        let whole: f64 = lengths.iter().sum();
-        let mean = whole / lengths.len() as f64;
-        let elephants = lengths.iter().filter(|length| **length > 57_000.0).sum::<f64>() / whole;
-        let single = lengths.iter().filter(|length| **length == 1.0).count() as f64 / lengths.len() as f64;
+    fn flow_lengths_are_distributed_as_in_the_data() {
+        let mut flow_generator = FlowGenerator::new(1);
+        let lengths: Vec<f64> = (0..4_000_000).map(|_| flow_generator.draw_packet_count()).collect();
+        let total_packets: f64 = lengths.iter().sum();
+        let mean = total_packets / lengths.len() as f64;
+        let elephant_share = lengths.iter().filter(|length| **length > 57_000.0).sum::<f64>() / total_packets;
+        let single_packet_share = lengths.iter().filter(|length| **length == 1.0).count() as f64 / lengths.len() as f64;
         // The standard error of the mean is 2 %: 4 million draws of a distribution with a deviation of some 4,000.
         assert!((99.0..113.0).contains(&mean), "mean {mean}");
-        assert!((0.42..0.53).contains(&elephants), "{elephants} of the packets in flows over 57,000");
+        assert!((0.42..0.53).contains(&elephant_share), "{elephant_share} of the packets in flows over 57,000");
         // 0.2668 + 0.2498 / 2 + 0.0789 / 3 + 0.0450 / 4 + 0.0174 / 5 + 0.0832 / 6, and a few of the lognormal ones.
-        assert!((single - 0.4467).abs() < 0.002, "{single}");
+        assert!((single_packet_share - 0.4467).abs() < 0.002, "{single_packet_share}");
     }
 
     #[test]
     fn traffic_is_stationary_from_the_first_second() {
-        let mut per_second = [0.0; 6];
+        let mut packets_per_second = [0.0; 6];
         let seeds = 12;
         for seed in 1..=seeds {
-            let mut trace = CampusTrace::new(&Campus { seconds: 6, history_s: 0, ..Campus::default() }, seed);
+            let mut trace =
+                CampusTrace::new(&CampusSettings { seconds: 6, history_s: 0, ..CampusSettings::default() }, seed);
             let mut batch = Batch::default();
             loop {
                 trace.read(&mut batch).unwrap();
                 if batch.packets.is_empty() {
                     break;
                 }
-                batch.packets.iter().for_each(|packet| per_second[(packet.time_ns / 1_000_000_000) as usize] += 1.0);
+                batch
+                    .packets
+                    .iter()
+                    .for_each(|packet| packets_per_second[(packet.time_ns / 1_000_000_000) as usize] += 1.0);
             }
         }
         // 3,000 flows of 106 packets; elephants make the rate of one seed vary by 5 % from another's.
-        for packets in per_second.map(|packets| packets / f64::from(seeds as u32)) {
-            assert!((290_000.0..350_000.0).contains(&packets), "{per_second:?}");
+        for packets in packets_per_second.map(|packets| packets / f64::from(seeds as u32)) {
+            assert!((290_000.0..350_000.0).contains(&packets), "{packets_per_second:?}");
         }
-        assert!((per_second[0] / per_second[5] - 1.0).abs() < 0.05, "{per_second:?}");
+        assert!((packets_per_second[0] / packets_per_second[5] - 1.0).abs() < 0.05, "{packets_per_second:?}");
     }
 
     /// Returns the numbers of packets, of started flows and of flows open at the first packet, and the highest flow
     /// number.
-    fn checked(campus: Campus) -> (u64, usize, usize, u32) {
+    fn check_trace(campus: CampusSettings) -> (u64, usize, usize, u32) {
         let mut trace = CampusTrace::new(&campus, 1);
         let (mut batch, mut last_ns, mut open) = (Batch::default(), 0, std::collections::HashSet::new());
         let (mut packets, mut begun, mut under_way, mut highest) = (0, 0, 0, 0);
@@ -435,7 +466,7 @@ mod tests {
             if batch.packets.is_empty() {
                 break;
             }
-            let mut openings = batch.openings.iter();
+            let mut openings = batch.first_packets.iter();
             for packet in &batch.packets {
                 assert!(packet.time_ns >= last_ns);
                 assert_eq!(packet.event.is_packet(), packet.time_ns >= trace.history_ns());
@@ -462,25 +493,25 @@ mod tests {
 
     #[test]
     fn packets_are_in_order_and_flows_open_and_close_once() {
-        let campus = Campus { flows_per_s: 200.0, seconds: 3, history_s: 0, seed: Some(4) };
-        let (cold, begun, under_way, highest) = checked(campus);
+        let campus = CampusSettings { flows_per_s: 200.0, seconds: 3, history_s: 0, seed: Some(4) };
+        let (cold, begun, under_way, highest) = check_trace(campus);
         assert!(cold > 10_000 && (600..900).contains(&begun) && under_way == 0 && highest < 900, "{cold} {begun}");
-        let (packets, begun, under_way, highest) = checked(Campus { history_s: 300, ..campus });
+        let (packets, begun, under_way, highest) = check_trace(CampusSettings { history_s: 300, ..campus });
         // The flows are the same, only their placement differs. A packet at time 0 may be rounded to either side.
         assert!(packets.abs_diff(cold) <= 2, "{packets} and {cold} packets");
         assert!((58_000..63_000).contains(&begun) && (80..200).contains(&under_way) && highest < 900, "{under_way}");
     }
 
     #[test]
-    fn settings_are_parsed_and_invalid_ones_named() {
-        assert_eq!("".parse(), Ok(Campus::default()));
+    fn settings_are_parsed_and_errors_name_invalid_ones() {
+        assert_eq!("".parse(), Ok(CampusSettings::default()));
         assert_eq!(
             "seed=7,seconds=3,history=0".parse(),
-            Ok(Campus { seed: Some(7), seconds: 3, history_s: 0, ..Campus::default() })
+            Ok(CampusSettings { seed: Some(7), seconds: 3, history_s: 0, ..CampusSettings::default() })
         );
-        let error = |text: &str| text.parse::<Campus>().unwrap_err().to_string();
-        assert_eq!(error("seconds=0"), "campus: seconds=0: expected a whole number from 1 to 3600");
-        assert!(error("flow=3").contains("did you mean flows?"));
-        assert!(error("flows").contains("expected name=value"));
+        let parse_error = |text: &str| text.parse::<CampusSettings>().unwrap_err().to_string();
+        assert_eq!(parse_error("seconds=0"), "campus: seconds=0: expected a whole number from 1 to 3600");
+        assert!(parse_error("flow=3").contains("did you mean flows?"));
+        assert!(parse_error("flows").contains("expected name=value"));
     }
 }

@@ -85,14 +85,14 @@ pub struct Batch {
     /// Packets in the order of their times.
     pub packets: Vec<Packet>,
     /// Flows that packets of this batch open, in the order of these packets.
-    pub openings: Vec<FirstPacket>,
+    pub first_packets: Vec<FirstPacket>,
 }
 
 impl Batch {
     /// Empties the batch, but keeps its memory.
     pub fn clear(&mut self) {
         self.packets.clear();
-        self.openings.clear();
+        self.first_packets.clear();
     }
 }
 
@@ -113,13 +113,13 @@ pub trait Trace: Send {
     fn read(&mut self, batch: &mut Batch) -> Result<(), TraceError>;
 
     /// Returns the numbers of packets that have been skipped so far.
-    fn skipped(&self) -> SkipCounts {
+    fn skip_counts(&self) -> SkipCounts {
         SkipCounts::new()
     }
 
     /// Returns the number of packets so far whose time stamps were slightly earlier than that of the packet before.
     /// They count as simultaneous.
-    fn reordered(&self) -> u64 {
+    fn reordered_packet_count(&self) -> u64 {
         0
     }
 

@@ -6,8 +6,8 @@ use std::str::FromStr;
 
 use super::amplify::{TraceOverlay, TraceSlice};
 use super::arrivals::ArrivalTrace;
-use super::burst::{Burst, BurstTrace};
-use super::campus::{Campus, CampusTrace};
+use super::burst::{BurstSettings, BurstTrace};
+use super::campus::{CampusSettings, CampusTrace};
 use super::capture::{CaptureTrace, FileFormat, ReadOptions, input};
 use super::settings::SettingError;
 use super::{Batch, Trace, TraceError};
@@ -16,9 +16,9 @@ use super::{Batch, Trace, TraceError};
 #[derive(Debug, Clone, PartialEq)]
 pub enum TraceSource {
     /// Generator of campus traffic.
-    Campus(Campus),
+    Campus(CampusSettings),
     /// Generator of a burst of connections.
-    Burst(Burst),
+    Burst(BurstSettings),
     /// File that contains a capture or an arrival log.
     File(PathBuf),
 }
@@ -36,7 +36,7 @@ pub enum SourceError {
 
 impl Default for TraceSource {
     fn default() -> Self {
-        TraceSource::Campus(Campus::default())
+        TraceSource::Campus(CampusSettings::default())
     }
 }
 
@@ -49,7 +49,7 @@ impl FromStr for TraceSource {
             Some(("campus", settings)) => Ok(TraceSource::Campus(settings.parse()?)),
             None if text == "campus" => Ok(TraceSource::default()),
             Some(("burst", settings)) => Ok(TraceSource::Burst(settings.parse()?)),
-            None if text == "burst" => Ok(TraceSource::Burst(Burst::default())),
+            None if text == "burst" => Ok(TraceSource::Burst(BurstSettings::default())),
             _ => Ok(TraceSource::File(text.into())),
         }
     }
@@ -58,7 +58,11 @@ impl FromStr for TraceSource {
 impl TraceSource {
     /// Returns whether each seed has its own traffic.
     pub fn varies_with_seed(&self) -> bool {
-        matches!(self, TraceSource::Campus(Campus { seed: None, .. }) | TraceSource::Burst(Burst { seed: None, .. }))
+        matches!(
+            self,
+            TraceSource::Campus(CampusSettings { seed: None, .. })
+                | TraceSource::Burst(BurstSettings { seed: None, .. })
+        )
     }
 
     /// Opens the traffic of `seed` (used only if [`TraceSource::varies_with_seed`]). Fails when the file cannot be read
@@ -77,29 +81,29 @@ impl TraceSource {
         if copies == 1 {
             return self.open(seed, options);
         }
-        let mut parts: Vec<(Box<dyn Trace>, u64, u32)> = Vec::new();
+        let mut trace_copies: Vec<(Box<dyn Trace>, u64, u32)> = Vec::new();
         if let TraceSource::Campus(campus) = self {
             for copy in 0..copies {
                 // Seeds far from those that a user chooses.
                 let seed = campus.seed.unwrap_or(seed).wrapping_add(u64::from(copy) << 32);
-                let campus = Campus { seed: Some(seed), ..*campus };
-                parts.push((Box::new(CampusTrace::new(&campus, seed)), 0, copy));
+                let campus = CampusSettings { seed: Some(seed), ..*campus };
+                trace_copies.push((Box::new(CampusTrace::new(&campus, seed)), 0, copy));
             }
-            return Ok(Box::new(TraceOverlay::new(parts)));
+            return Ok(Box::new(TraceOverlay::new(trace_copies)));
         }
         let duration_ns = self.duration_ns(seed, options)?;
         for copy in 0..copies {
             let start_ns = duration_ns * u64::from(copy) / u64::from(copies);
-            parts.push((Box::new(TraceSlice::new(self.open(seed, options)?, start_ns, duration_ns)), 0, copy));
+            trace_copies.push((Box::new(TraceSlice::new(self.open(seed, options)?, start_ns, duration_ns)), 0, copy));
             if start_ns > 0 {
-                parts.push((
+                trace_copies.push((
                     Box::new(TraceSlice::new(self.open(seed, options)?, 0, start_ns)),
                     duration_ns - start_ns,
                     copy,
                 ));
             }
         }
-        Ok(Box::new(TraceOverlay::new(parts)))
+        Ok(Box::new(TraceOverlay::new(trace_copies)))
     }
 
     /// Returns the time just after the last packet (ns after the trace's start).
@@ -122,10 +126,10 @@ fn open_file(path: &Path, options: ReadOptions) -> Result<Box<dyn Trace>, TraceE
     if input.format != FileFormat::ArrivalLog {
         return Ok(Box::new(CaptureTrace::start(input, path, options)));
     }
-    let shown = path.display().to_string();
+    let path_text = path.display().to_string();
     let mut text = String::new();
-    let read = input.reader.read_to_string(&mut text);
-    read.map_err(|error| TraceError::File { path: shown.clone(), error })?;
-    let log = text.parse().map_err(|error| TraceError::ArrivalLog { path: shown.clone(), error })?;
-    Ok(Box::new(ArrivalTrace::new(log, &shown)?))
+    let result = input.reader.read_to_string(&mut text);
+    result.map_err(|error| TraceError::File { path: path_text.clone(), error })?;
+    let arrival_log = text.parse().map_err(|error| TraceError::ArrivalLog { path: path_text.clone(), error })?;
+    Ok(Box::new(ArrivalTrace::new(arrival_log, &path_text)?))
 }

@@ -12,7 +12,7 @@ use coreward_sim::figure::embedded::EmbeddedScenario;
 use coreward_sim::figure::live::LiveFigure;
 
 /// Environment variable with the arguments of the child process below.
-const ARGUMENTS: &str = "COREWARD_FIGURE_TEST_ARGUMENTS";
+const ARGUMENTS_VARIABLE: &str = "COREWARD_FIGURE_TEST_ARGUMENTS";
 
 #[derive(clap::Parser)]
 struct Cli {
@@ -30,15 +30,15 @@ const ENDLESS_FIGURE: LiveFigure = LiveFigure {
     },
     measure: |_, _| {
         println!("measuring");
-        let began = Instant::now();
+        let start = Instant::now();
         while !IS_INTERRUPTED.load(Ordering::Relaxed) {
-            anyhow::ensure!(began.elapsed() < Duration::from_secs(60), "no command to end");
+            anyhow::ensure!(start.elapsed() < Duration::from_secs(60), "no command to end");
             std::thread::sleep(Duration::from_millis(10));
         }
         println!("tidied up");
         anyhow::bail!("ended by command")
     },
-    interrupt: Some(|| IS_INTERRUPTED.store(true, Ordering::Relaxed)),
+    interrupt_measurement: Some(|| IS_INTERRUPTED.store(true, Ordering::Relaxed)),
 };
 static IS_INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
@@ -46,18 +46,18 @@ static IS_INTERRUPTED: AtomicBool = AtomicBool::new(false);
 #[test]
 #[ignore = "is started by the other tests of this file"]
 fn as_a_process() {
-    let arguments = std::env::var(ARGUMENTS).expect("the tests of this file set it");
+    let arguments = std::env::var(ARGUMENTS_VARIABLE).expect("the tests of this file set it");
     let cli = Cli::parse_from(["figure"].into_iter().chain(arguments.split('\n')));
     coreward_sim::figure::cli::run(cli.figure, &[ENDLESS_FIGURE]).unwrap();
 }
 
-fn figure(arguments: &[&str]) -> Child {
+fn spawn_figure_command(arguments: &[&str]) -> Child {
     // The test's name is its path without the executable's.
     let (_, module) = module_path!().split_once("::").unwrap();
     Command::new(std::env::current_exe().unwrap())
         // With one thread, libtest prints the test's name at the beginning of the first line.
         .args(["--ignored", "--exact", &format!("{module}::as_a_process"), "--nocapture", "--test-threads=2"])
-        .env(ARGUMENTS, arguments.join("\n"))
+        .env(ARGUMENTS_VARIABLE, arguments.join("\n"))
         .env("RAYON_NUM_THREADS", "1")
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
@@ -66,7 +66,7 @@ fn figure(arguments: &[&str]) -> Child {
         .unwrap()
 }
 
-fn scenario(directory: &Path, name: &str, requests: u64) -> String {
+fn write_scenario(directory: &Path, name: &str, requests: u64) -> String {
     let text = format!(
         "title = \"t\"\npaper = \"p\"\nfigure = \"f\"\nstatement = \"s\"\nmodelled = \"m\"\nseeds = 1\n[rpc]\ncores = \
          4\n\
@@ -79,7 +79,7 @@ fn scenario(directory: &Path, name: &str, requests: u64) -> String {
     path.to_str().unwrap().to_owned()
 }
 
-fn names(directory: &Path) -> Vec<String> {
+fn file_names(directory: &Path) -> Vec<String> {
     let mut names: Vec<String> =
         std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     names.sort();
@@ -89,32 +89,39 @@ fn names(directory: &Path) -> Vec<String> {
 #[test]
 fn interruption_keeps_finished_figures_complete() {
     let directory = tempfile::tempdir().unwrap();
-    let out = directory.path().join("out");
-    let quick = scenario(directory.path(), "quick", 1_000);
+    let output_directory = directory.path().join("out");
+    let quick_scenario = write_scenario(directory.path(), "quick", 1_000);
     // The figure takes hours, so it cannot end before the signal.
-    let slow = scenario(directory.path(), "slow", 100_000_000_000);
-    let mut child = figure(&["--scenario", &quick, "--scenario", &slow, "--out", out.to_str().unwrap()]);
+    let slow_scenario = write_scenario(directory.path(), "slow", 100_000_000_000);
+    let mut child = spawn_figure_command(&[
+        "--scenario",
+        &quick_scenario,
+        "--scenario",
+        &slow_scenario,
+        "--out",
+        output_directory.to_str().unwrap(),
+    ]);
     let mut stdout = BufReader::new(child.stdout.take().unwrap()).lines();
     assert!(stdout.any(|line| line.unwrap() == "quick: t"), "the first figure was never reported");
     terminate(&child);
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(130), "{}", String::from_utf8_lossy(&output.stderr));
-    assert_eq!(names(&out), ["index.html", "quick.csv", "quick.json", "quick.svg"]);
-    assert!(std::fs::read_to_string(out.join("index.html")).unwrap().ends_with("</html>\n"));
+    assert_eq!(file_names(&output_directory), ["index.html", "quick.csv", "quick.json", "quick.svg"]);
+    assert!(std::fs::read_to_string(output_directory.join("index.html")).unwrap().ends_with("</html>\n"));
 }
 
 #[test]
-fn interrupted_measurement_removes_its_namespaces() {
+fn interrupted_measurement_cleans_up_before_the_process_ends() {
     let directory = tempfile::tempdir().unwrap();
-    let out = directory.path().join("out");
-    let mut child = figure(&["endless-live", "--out", out.to_str().unwrap()]);
+    let output_directory = directory.path().join("out");
+    let mut child = spawn_figure_command(&["endless-live", "--out", output_directory.to_str().unwrap()]);
     let mut stdout = BufReader::new(child.stdout.take().unwrap()).lines();
     assert!(stdout.any(|line| line.unwrap() == "measuring"), "it never began");
     terminate(&child);
     assert!(stdout.any(|line| line.unwrap() == "tidied up"), "it ended without tidying up");
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(130), "{}", String::from_utf8_lossy(&output.stderr));
-    assert!(names(&out).is_empty());
+    assert!(file_names(&output_directory).is_empty());
 }
 
 fn terminate(child: &Child) {

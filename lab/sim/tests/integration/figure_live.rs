@@ -9,7 +9,7 @@ use coreward_sim::figure::live::{LiveFigure, Sample};
 use coreward_sim::figure::result::FigureResult;
 use coreward_sim::figure::scenario::Scenario;
 
-const TEXT: &str = r#"
+const SCENARIO_TOML: &str = r#"
 title = "What a packet costs"
 paper = "p"
 figure = "f"
@@ -39,18 +39,18 @@ value = { series = "stateless" }
 at_most = 40
 "#;
 
-const LIVE: LiveFigure = LiveFigure {
-    embedded_scenario: EmbeddedScenario { name: "cheetah-5-live", toml_text: TEXT },
+const LIVE_FIGURE: LiveFigure = LiveFigure {
+    embedded_scenario: EmbeddedScenario { name: "cheetah-5-live", toml_text: SCENARIO_TOML },
     measure: |scenario, progress| {
         progress(0, 1);
         let values = &scenario.panel[0].x.as_ref().expect("it sweeps").values;
         Ok(values.iter().flat_map(|x| [1, 2].map(|run| sample("stateless", *x, run))).collect())
     },
-    interrupt: None,
+    interrupt_measurement: None,
 };
 
 fn sample(series: &str, x: f64, run: u64) -> Sample {
-    Sample { panel: "cost".into(), series: series.into(), x, run, y: x / 1000.0 + run as f64 }
+    Sample { panel_title: "cost".into(), series_label: series.into(), x, run_number: run, y: x / 1000.0 + run as f64 }
 }
 
 #[derive(clap::Parser)]
@@ -59,51 +59,57 @@ struct Cli {
     figure: FigureArgs,
 }
 
-fn figure(arguments: &[&str], live: LiveFigure) -> anyhow::Result<()> {
-    cli::run(Cli::parse_from(["figure"].iter().chain(arguments)).figure, &[live])
+fn run_figure_command(arguments: &[&str], live_figure: LiveFigure) -> anyhow::Result<()> {
+    cli::run(Cli::parse_from(["figure"].iter().chain(arguments)).figure, &[live_figure])
 }
 
 #[test]
 fn live_samples_give_table_verdict_and_page() {
     let directory = tempfile::tempdir().unwrap();
-    let out = directory.path().to_str().unwrap();
-    figure(&["cheetah-5-live", "--out", out], LIVE).unwrap();
-    let read = |name: &str| std::fs::read_to_string(directory.path().join(name)).unwrap();
-    let expected = "panel,series,x,median,low,high,published\n\
+    let output_directory = directory.path().to_str().unwrap();
+    run_figure_command(&["cheetah-5-live", "--out", output_directory], LIVE_FIGURE).unwrap();
+    let read_output = |name: &str| std::fs::read_to_string(directory.path().join(name)).unwrap();
+    let expected_csv = "panel,series,x,median,low,high,published\n\
                     cost,stateless,1,25,20,30,\ncost,stateless,2,35,30,40,\n";
-    assert_eq!(read("cheetah-5-live.csv"), expected);
-    let result: FigureResult = serde_json::from_str(&read("cheetah-5-live.json")).unwrap();
+    assert_eq!(read_output("cheetah-5-live.csv"), expected_csv);
+    let result: FigureResult = serde_json::from_str(&read_output("cheetah-5-live.json")).unwrap();
     assert!(result.claims[0].holds && result.provenance.measured_on.unwrap().starts_with("Linux "));
-    let page = read("index.html");
+    let page = read_output("index.html");
     for part in ["What is measured.", "over 2 runs", "were measured, on the machine", "measured here, median of 2 runs"]
     {
         assert!(page.contains(part), "{part:?} is missing");
     }
 }
 
-const LIVE_AND_SIMULATED: &str = include_str!("beside-live.toml");
+const LIVE_AND_SIMULATED_TOML: &str = include_str!("beside-live.toml");
 
 /// Live figure whose samples are 0, except in run 1, where they are the scenario's duration.
-const WITH_SIMULATED: LiveFigure = LiveFigure {
-    embedded_scenario: EmbeddedScenario { name: "beside-live", toml_text: LIVE_AND_SIMULATED },
+const FIGURE_WITH_SIMULATED_SERIES: LiveFigure = LiveFigure {
+    embedded_scenario: EmbeddedScenario { name: "beside-live", toml_text: LIVE_AND_SIMULATED_TOML },
     measure: |scenario, _| {
         assert!(scenario.series.iter().all(|series| !series.simulated));
         let seconds = scenario.live.as_ref().and_then(|live| live.seconds).expect("it has a duration");
         let values = &scenario.panel[0].x.as_ref().expect("it sweeps").values;
         let runs = 1..=*scenario.seeds.get_ref();
         let samples = values.iter().flat_map(|x| runs.clone().map(|run| (*x, run)));
-        let y = |run| if run == 1 { seconds } else { 0.0 };
+        let sample_y = |run| if run == 1 { seconds } else { 0.0 };
         Ok(samples
-            .map(|(x, run)| Sample { panel: "over load".into(), series: "jsq".into(), x, run, y: y(run) })
+            .map(|(x, run)| Sample {
+                panel_title: "over load".into(),
+                series_label: "jsq".into(),
+                x,
+                run_number: run,
+                y: sample_y(run),
+            })
             .collect())
     },
-    interrupt: None,
+    interrupt_measurement: None,
 };
 
 #[test]
 fn simulated_series_is_drawn_with_the_measured_one() {
-    let scenario = WITH_SIMULATED.embedded_scenario.scenario().unwrap();
-    let table = WITH_SIMULATED.measure_table(&scenario, &|_, _| {}).unwrap();
+    let scenario = FIGURE_WITH_SIMULATED_SERIES.embedded_scenario.parse_scenario().unwrap();
+    let table = FIGURE_WITH_SIMULATED_SERIES.measure_table(&scenario, &|_, _| {}).unwrap();
     let [measured, simulated] = &table.panels[0].curves[..] else { panic!("{table:?}") };
     let highest: Vec<(f64, f64)> = measured.cells.iter().map(|cell| (cell.x, cell.spread.high)).collect();
     assert_eq!(highest, [(40.0, 5.0), (80.0, 5.0)]);
@@ -113,32 +119,32 @@ fn simulated_series_is_drawn_with_the_measured_one() {
 }
 
 #[test]
-fn simulated_series_need_a_simulation() {
-    let error = |text: &str| Scenario::parse("s.toml", text).unwrap_err().to_string();
-    let simulated_only = LIVE_AND_SIMULATED.replace("[live]\nminutes = 1\nseconds = 5\n", "");
-    assert!(error(&simulated_only).contains("simulated = true: expected [live]"));
-    let without = TEXT.replacen("label = \"other\"", "label = \"other\"\nsimulated = true", 1);
-    assert!(error(&without).contains("one of [rpc], [lb], [pcc], [path] with it"));
+fn simulated_series_need_a_live_figure_and_a_simulation() {
+    let parse_error = |text: &str| Scenario::parse("s.toml", text).unwrap_err().to_string();
+    let simulated_only = LIVE_AND_SIMULATED_TOML.replace("[live]\nminutes = 1\nseconds = 5\n", "");
+    assert!(parse_error(&simulated_only).contains("simulated = true: expected [live]"));
+    let without_simulation = SCENARIO_TOML.replacen("label = \"other\"", "label = \"other\"\nsimulated = true", 1);
+    assert!(parse_error(&without_simulation).contains("one of [rpc], [lb], [pcc], [path] with it"));
 }
 
 #[test]
 fn live_figures_are_listed_and_not_part_of_all() {
-    let names = |figures: Vec<EmbeddedScenario>| figures.iter().map(|figure| figure.name).collect::<Vec<_>>();
-    let with_live = names(library::with_live_figures(&[LIVE]));
-    assert!(!names(library::all_figures()).contains(&"cheetah-5-live"));
-    let place = with_live.iter().position(|name| *name == "cheetah-5-live").unwrap();
-    assert_eq!(&with_live[place - 1..=place + 1], ["cheetah-2c", "cheetah-5-live", "cheetah-6"]);
+    let figure_names = |figures: Vec<EmbeddedScenario>| figures.iter().map(|figure| figure.name).collect::<Vec<_>>();
+    let names_with_live = figure_names(library::with_live_figures(&[LIVE_FIGURE]));
+    assert!(!figure_names(library::all_figures()).contains(&"cheetah-5-live"));
+    let position = names_with_live.iter().position(|name| *name == "cheetah-5-live").unwrap();
+    assert_eq!(&names_with_live[position - 1..=position + 1], ["cheetah-2c", "cheetah-5-live", "cheetah-6"]);
 }
 
 #[test]
 fn sample_outside_the_panels_is_an_error() {
-    let live = [
-        LiveFigure { measure: |_, _| Ok(vec![sample("other", 1000.0, 1)]), ..LIVE },
-        LiveFigure { measure: |_, _| Ok(vec![sample("third", 1000.0, 1)]), ..LIVE },
-        LiveFigure { measure: |_, _| Ok(vec![sample("stateless", 1000.0, 3)]), ..LIVE },
+    let invalid_figures = [
+        LiveFigure { measure: |_, _| Ok(vec![sample("other", 1000.0, 1)]), ..LIVE_FIGURE },
+        LiveFigure { measure: |_, _| Ok(vec![sample("third", 1000.0, 1)]), ..LIVE_FIGURE },
+        LiveFigure { measure: |_, _| Ok(vec![sample("stateless", 1000.0, 3)]), ..LIVE_FIGURE },
     ];
-    let scenario = LIVE.embedded_scenario.scenario().unwrap();
-    for live in live {
+    let scenario = LIVE_FIGURE.embedded_scenario.parse_scenario().unwrap();
+    for live in invalid_figures {
         let error = live.measure_table(&scenario, &|_, _| {}).unwrap_err().to_string();
         assert!(error.contains("cheetah-5-live: the scenario has no place for Sample"), "{error}");
     }

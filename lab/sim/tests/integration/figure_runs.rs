@@ -6,33 +6,33 @@ use coreward_sim::figure::result::{FigureResult, Provenance};
 use coreward_sim::figure::scenario::Scenario;
 use coreward_sim::figure::{draw, page, run};
 
-fn small(embedded: &EmbeddedScenario) -> Scenario {
-    let line = |line: &str| match line.split_once(" = ") {
+fn shrunk_scenario(embedded: &EmbeddedScenario) -> Scenario {
+    let shrink_line = |line: &str| match line.split_once(" = ") {
         Some(("seeds", _)) => "seeds = 1".to_owned(),
         Some(("connections", _)) => "connections = 500".to_owned(),
         Some(("requests", _)) => "requests = 2000".to_owned(),
         Some(("trace", _)) => "trace = \"campus:seed=1,flows=200,seconds=4\"".to_owned(),
         _ => line.to_owned(),
     };
-    let text: String = embedded.toml_text.lines().map(|text| line(text) + "\n").collect();
+    let text: String = embedded.toml_text.lines().map(|text| shrink_line(text) + "\n").collect();
     Scenario::parse(embedded.name, &text).unwrap_or_else(|error| panic!("{error}"))
 }
 
-fn result(embedded: &EmbeddedScenario, scenario: &Scenario) -> FigureResult {
+fn run_figure(embedded: &EmbeddedScenario, scenario: &Scenario) -> FigureResult {
     let table = run::run(scenario, &|_, _| {}).unwrap_or_else(|error| panic!("{}: {error:#}", embedded.name));
     FigureResult::new(embedded.name, Provenance::new("command".into(), embedded.toml_text), scenario, table)
 }
 
-fn files(result: &FigureResult, scenario: &Scenario) -> [String; 4] {
+fn render_files(result: &FigureResult, scenario: &Scenario) -> [String; 4] {
     let page = page::render_page(&[(result.clone(), scenario.clone())]);
-    [result.table.csv(), draw::render_svg(scenario, &result.table), serde_json::to_string(result).unwrap(), page]
+    [result.table.to_csv(), draw::render_svg(scenario, &result.table), serde_json::to_string(result).unwrap(), page]
 }
 
 #[test]
 fn every_scenario_gives_a_complete_figure() {
     for embedded in library::all_figures() {
-        let scenario = small(&embedded);
-        let result = result(&embedded, &scenario);
+        let scenario = shrunk_scenario(&embedded);
+        let result = run_figure(&embedded, &scenario);
         let name = embedded.name;
         for (panel, numbers) in scenario.panel.iter().zip(&result.table.panels) {
             assert_eq!(numbers.curves.len(), scenario.panel_series(panel).count(), "{name}");
@@ -40,9 +40,9 @@ fn every_scenario_gives_a_complete_figure() {
                 assert!(!curve.cells.is_empty(), "{name}: {}: {} has no point", numbers.title, curve.label);
             }
         }
-        let judged = result.claims.iter().filter(|claim| claim.measured.is_some()).count();
-        assert_eq!(judged, scenario.claim.len(), "{name}: a claim has nothing to judge");
-        let [csv, svg, json, page] = files(&result, &scenario);
+        let judged_claims = result.claims.iter().filter(|claim| claim.measured.is_some()).count();
+        assert_eq!(judged_claims, scenario.claim.len(), "{name}: a claim has nothing to judge");
+        let [csv, svg, json, page] = render_files(&result, &scenario);
         assert_eq!(csv.lines().count(), result.table.rows().len() + 1, "{name}");
         assert!(svg.starts_with("<svg") && svg.trim_end().ends_with("</svg>"), "{name}");
         let labels = scenario.series.iter().map(|series| series.label.get_ref().as_str());
@@ -55,23 +55,23 @@ fn every_scenario_gives_a_complete_figure() {
 }
 
 #[test]
-fn results_do_not_depend_on_threads() {
+fn results_do_not_depend_on_the_number_of_threads() {
     for name in ["turbo-2b", "crossrss-2b"] {
         let embedded = library::find_figure(name, &library::all_figures()).unwrap();
-        let scenario = small(&embedded);
-        let with_threads = |threads| {
+        let scenario = shrunk_scenario(&embedded);
+        let files_with_threads = |threads| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-            pool.install(|| files(&result(&embedded, &scenario), &scenario))
+            pool.install(|| render_files(&run_figure(&embedded, &scenario), &scenario))
         };
-        assert_eq!(with_threads(1), with_threads(3), "{name}");
+        assert_eq!(files_with_threads(1), files_with_threads(3), "{name}");
     }
 }
 
 #[test]
-fn dashboard_needs_no_external_resources() {
+fn figure_page_needs_no_external_resources() {
     let embedded = library::find_figure("turbo-11", &library::all_figures()).unwrap();
-    let scenario = small(&embedded);
-    let [.., page] = files(&result(&embedded, &scenario), &scenario);
+    let scenario = shrunk_scenario(&embedded);
+    let [.., page] = render_files(&run_figure(&embedded, &scenario), &scenario);
     for elsewhere in ["<script", "<link", "src=", "href=\"http", "url(", "@import"] {
         assert!(!page.contains(elsewhere), "the page has {elsewhere}");
     }

@@ -6,17 +6,17 @@ use std::path::PathBuf;
 use coreward_sim::trace::capture::{ReadOptions, writer};
 use coreward_sim::trace::{Batch, FirstPacket, FlowEvent, Packet, SkipCounts, TraceSource};
 
-const SECOND: u64 = 1_000_000_000;
+const SECOND_NS: u64 = 1_000_000_000;
 
 /// Temporary directory of a test.
-struct Files(tempfile::TempDir);
+struct TestDirectory(tempfile::TempDir);
 
-impl Files {
+impl TestDirectory {
     fn new() -> Self {
         Self(tempfile::tempdir().unwrap())
     }
 
-    fn write(&self, name: &str, bytes: &[u8]) -> PathBuf {
+    fn write_file(&self, name: &str, bytes: &[u8]) -> PathBuf {
         let path = self.0.path().join(name);
         std::fs::File::create(&path).unwrap().write_all(bytes).unwrap();
         path
@@ -27,51 +27,51 @@ impl Files {
 #[derive(Debug, Default)]
 struct TraceContents {
     packets: Vec<Packet>,
-    openings: Vec<FirstPacket>,
-    skipped: SkipCounts,
-    reordered: u64,
+    first_packets: Vec<FirstPacket>,
+    skip_counts: SkipCounts,
+    reordered_packet_count: u64,
 }
 
 impl TraceContents {
     fn clients(&self) -> Vec<String> {
-        self.openings.iter().map(|opening| opening.tuple.client().to_string()).collect()
+        self.first_packets.iter().map(|opening| opening.tuple.client().to_string()).collect()
     }
 
-    fn error_of(path: PathBuf) -> String {
-        read(path).expect_err("an error is expected")
+    fn read_error(path: PathBuf) -> String {
+        read_trace(path).expect_err("an error is expected")
     }
 }
 
-fn read_with(path: PathBuf, options: ReadOptions) -> Result<TraceContents, String> {
+fn read_trace_with_options(path: PathBuf, options: ReadOptions) -> Result<TraceContents, String> {
     let mut trace = TraceSource::File(path).open(1, options).map_err(|error| error.to_string())?;
     let (mut all, mut batch) = (TraceContents::default(), Batch::default());
     loop {
         trace.read(&mut batch).map_err(|error| error.to_string())?;
         if batch.packets.is_empty() {
-            (all.skipped, all.reordered) = (trace.skipped(), trace.reordered());
+            (all.skip_counts, all.reordered_packet_count) = (trace.skip_counts(), trace.reordered_packet_count());
             return Ok(all);
         }
         all.packets.extend(&batch.packets);
-        all.openings.extend(&batch.openings);
+        all.first_packets.extend(&batch.first_packets);
     }
 }
 
-fn read(path: PathBuf) -> Result<TraceContents, String> {
-    read_with(path, ReadOptions::default())
+fn read_trace(path: PathBuf) -> Result<TraceContents, String> {
+    read_trace_with_options(path, ReadOptions::default())
 }
 
 /// Returns an IPv4 packet with a TCP header and `option_words` 32-bit words of IPv4 options.
-fn ipv4(port: u16, tcp_flags: u8, options: usize) -> Vec<u8> {
-    let mut packet = vec![0; 20 + options * 4];
-    packet[0] = 0x45 + options as u8;
+fn ipv4_packet(port: u16, tcp_flags: u8, option_words: usize) -> Vec<u8> {
+    let mut packet = vec![0; 20 + option_words * 4];
+    packet[0] = 0x45 + option_words as u8;
     packet[9] = 6;
     packet[12..16].copy_from_slice(&[10, 1, 0, 7]);
     packet[16..20].copy_from_slice(&[10, 200, 0, 1]);
-    packet.extend(tcp(port, tcp_flags));
+    packet.extend(tcp_segment(port, tcp_flags));
     packet
 }
 
-fn tcp(port: u16, flags: u8) -> Vec<u8> {
+fn tcp_segment(port: u16, flags: u8) -> Vec<u8> {
     let mut segment = vec![0; 20];
     segment[..2].copy_from_slice(&port.to_be_bytes());
     segment[2..4].copy_from_slice(&80u16.to_be_bytes());
@@ -80,24 +80,24 @@ fn tcp(port: u16, flags: u8) -> Vec<u8> {
 }
 
 /// Returns an IPv6 packet with extension headers (type, bytes), followed by `segment` of transport protocol `protocol`.
-fn ipv6(headers: &[(u8, Vec<u8>)], last: u8, segment: &[u8]) -> Vec<u8> {
+fn ipv6_packet(headers: &[(u8, Vec<u8>)], protocol: u8, segment: &[u8]) -> Vec<u8> {
     let mut packet = vec![0; 40];
     packet[0] = 0x60;
-    packet[6] = headers.first().map_or(last, |(kind, _)| *kind);
+    packet[6] = headers.first().map_or(protocol, |(kind, _)| *kind);
     packet[8..24].copy_from_slice(&"2001:db8::7".parse::<std::net::Ipv6Addr>().unwrap().octets());
     packet[24..40].copy_from_slice(&"2001:db8::1".parse::<std::net::Ipv6Addr>().unwrap().octets());
     for (position, (_, bytes)) in headers.iter().enumerate() {
         let start = packet.len();
         packet.extend(bytes);
-        packet[start] = headers.get(position + 1).map_or(last, |(kind, _)| *kind);
+        packet[start] = headers.get(position + 1).map_or(protocol, |(kind, _)| *kind);
     }
     packet.extend(segment);
     packet
 }
 
-fn ethernet(tags: &[u16], ethertype: u16, packet: &[u8]) -> Vec<u8> {
+fn ethernet_frame(vlan_tags: &[u16], ethertype: u16, packet: &[u8]) -> Vec<u8> {
     let mut frame = vec![0; 12];
-    for tag in tags {
+    for tag in vlan_tags {
         frame.extend(tag.to_be_bytes());
         frame.extend([0, 42]);
     }
@@ -106,81 +106,81 @@ fn ethernet(tags: &[u16], ethertype: u16, packet: &[u8]) -> Vec<u8> {
     frame
 }
 
-fn plain_ethernet(packet: &[u8]) -> Vec<u8> {
-    ethernet(&[], 0x0800, packet)
+fn untagged_ethernet_frame(packet: &[u8]) -> Vec<u8> {
+    ethernet_frame(&[], 0x0800, packet)
 }
 
 /// Returns a classic capture file with these frames and their times (ns).
-fn pcap(big_endian: bool, nanoseconds: bool, link: u32, frames: &[(u64, Vec<u8>)]) -> Vec<u8> {
-    let word = |value: u32| if big_endian { value.to_be_bytes() } else { value.to_le_bytes() };
+fn pcap_file(big_endian: bool, nanoseconds: bool, link_type: u32, frames: &[(u64, Vec<u8>)]) -> Vec<u8> {
+    let to_bytes = |value: u32| if big_endian { value.to_be_bytes() } else { value.to_le_bytes() };
     let (magic, unit) = if nanoseconds { (0xa1b2_3c4d, 1) } else { (0xa1b2_c3d4, 1_000) };
-    let mut file: Vec<u8> = [magic, 0x0004_0002, 0, 0, 262_144, link].into_iter().flat_map(word).collect();
+    let mut file: Vec<u8> = [magic, 0x0004_0002, 0, 0, 262_144, link_type].into_iter().flat_map(to_bytes).collect();
     for (time_ns, frame) in frames {
-        let (seconds, fraction) = (time_ns / SECOND, time_ns % SECOND / unit);
+        let (seconds, fraction) = (time_ns / SECOND_NS, time_ns % SECOND_NS / unit);
         let length = frame.len() as u32;
-        file.extend([seconds as u32, fraction as u32, length, length].into_iter().flat_map(word));
+        file.extend([seconds as u32, fraction as u32, length, length].into_iter().flat_map(to_bytes));
         file.extend(frame);
     }
     file
 }
 
-fn block(kind: u32, body: &[u8]) -> Vec<u8> {
-    let mut padded = body.to_vec();
-    padded.resize(body.len().next_multiple_of(4), 0);
-    let length = (padded.len() as u32 + 12).to_le_bytes();
-    [&kind.to_le_bytes()[..], &length, &padded, &length].concat()
+fn pcapng_block(kind: u32, body: &[u8]) -> Vec<u8> {
+    let mut padded_body = body.to_vec();
+    padded_body.resize(body.len().next_multiple_of(4), 0);
+    let length = (padded_body.len() as u32 + 12).to_le_bytes();
+    [&kind.to_le_bytes()[..], &length, &padded_body, &length].concat()
 }
 
 /// Returns a pcapng file, with interfaces as (link type, if_tsresol) and packets as (interface, ticks, frame).
-fn pcapng(interfaces: &[(u16, Option<u8>)], packets: &[(u32, u64, Vec<u8>)]) -> Vec<u8> {
-    let mut file = block(0x0a0d_0d0a, &[&0x1a2b_3c4du32.to_le_bytes()[..], &[1, 0, 0, 0], &[0xff; 8]].concat());
+fn pcapng_file(interfaces: &[(u16, Option<u8>)], packets: &[(u32, u64, Vec<u8>)]) -> Vec<u8> {
+    let mut file = pcapng_block(0x0a0d_0d0a, &[&0x1a2b_3c4du32.to_le_bytes()[..], &[1, 0, 0, 0], &[0xff; 8]].concat());
     for (link, resolution) in interfaces {
         let mut body = [&link.to_le_bytes()[..], &[0, 0], &262_144u32.to_le_bytes()].concat();
         if let Some(resolution) = resolution {
             body.extend([9, 0, 1, 0, *resolution, 0, 0, 0, 0, 0, 0, 0]);
         }
-        file.extend(block(1, &body));
+        file.extend(pcapng_block(1, &body));
     }
     for (interface, ticks, frame) in packets {
         let length = frame.len() as u32;
         let words = [*interface, (ticks >> 32) as u32, *ticks as u32, length, length];
         let mut body: Vec<u8> = words.into_iter().flat_map(u32::to_le_bytes).collect();
         body.extend(frame);
-        file.extend(block(6, &body));
+        file.extend(pcapng_block(6, &body));
     }
     file
 }
 
 /// Returns three frames of two flows, with and without IPv4 options, and their times (ns).
-fn three(link: impl Fn(&[u8]) -> Vec<u8>) -> Vec<(u64, Vec<u8>)> {
+fn three_frames(to_frame: impl Fn(&[u8]) -> Vec<u8>) -> Vec<(u64, Vec<u8>)> {
     vec![
-        (2_003_000_000, link(&ipv4(1_000, 0x02, 0))),
-        (2_003_005_000, link(&ipv4(2_000, 0x02, 1))),
-        (2_004_000_000, link(&ipv4(1_000, 0x10, 10))),
+        (2_003_000_000, to_frame(&ipv4_packet(1_000, 0x02, 0))),
+        (2_003_005_000, to_frame(&ipv4_packet(2_000, 0x02, 1))),
+        (2_004_000_000, to_frame(&ipv4_packet(1_000, 0x10, 10))),
     ]
 }
 
-fn check_three(all: &TraceContents) {
-    assert_eq!(all.clients(), ["10.1.0.7:1000", "10.1.0.7:2000"]);
-    assert_eq!(all.openings[0].tuple.vip().to_string(), "10.200.0.1:80");
-    let packets: Vec<_> = all.packets.iter().map(|packet| (packet.time_ns, packet.flow, packet.event)).collect();
+fn check_three_packets(contents: &TraceContents) {
+    assert_eq!(contents.clients(), ["10.1.0.7:1000", "10.1.0.7:2000"]);
+    assert_eq!(contents.first_packets[0].tuple.vip().to_string(), "10.200.0.1:80");
+    let packets: Vec<_> = contents.packets.iter().map(|packet| (packet.time_ns, packet.flow, packet.event)).collect();
     assert_eq!(packets, [(0, 0, FlowEvent::OPENS), (5_000, 1, FlowEvent::OPENS), (1_000_000, 0, FlowEvent::NONE)]);
-    assert!(all.skipped.is_empty());
+    assert!(contents.skip_counts.is_empty());
 }
 
 #[test]
 fn pcap_of_each_byte_order_and_resolution_is_read() {
-    let files = Files::new();
+    let directory = TestDirectory::new();
     for (big_endian, nanoseconds) in [(false, false), (false, true), (true, false), (true, true)] {
-        let bytes = pcap(big_endian, nanoseconds, 1, &three(plain_ethernet));
-        check_three(&read(files.write("a.pcap", &bytes)).unwrap());
+        let bytes = pcap_file(big_endian, nanoseconds, 1, &three_frames(untagged_ethernet_frame));
+        check_three_packets(&read_trace(directory.write_file("a.pcap", &bytes)).unwrap());
     }
 }
 
 #[test]
 fn every_link_layer_is_read() {
-    let files = Files::new();
-    let cooked = |bytes: usize, at: usize| {
+    let directory = TestDirectory::new();
+    let cooked_frame = |bytes: usize, at: usize| {
         move |packet: &[u8]| {
             let mut frame = vec![0; bytes];
             frame[at..at + 2].copy_from_slice(&[0x08, 0x00]);
@@ -188,62 +188,65 @@ fn every_link_layer_is_read() {
             frame
         }
     };
-    type Link = Box<dyn Fn(&[u8]) -> Vec<u8>>;
-    let links: [(u32, Link); 10] = [
-        (1, Box::new(|packet| ethernet(&[0x8100], 0x0800, packet))),
-        (1, Box::new(|packet| ethernet(&[0x88a8, 0x8100], 0x0800, packet))),
-        (113, Box::new(cooked(16, 14))),
-        (276, Box::new(cooked(20, 0))),
+    type FrameBuilder = Box<dyn Fn(&[u8]) -> Vec<u8>>;
+    let link_layers: [(u32, FrameBuilder); 10] = [
+        (1, Box::new(|packet| ethernet_frame(&[0x8100], 0x0800, packet))),
+        (1, Box::new(|packet| ethernet_frame(&[0x88a8, 0x8100], 0x0800, packet))),
+        (113, Box::new(cooked_frame(16, 14))),
+        (276, Box::new(cooked_frame(20, 0))),
         (12, Box::new(<[u8]>::to_vec)),
         (14, Box::new(<[u8]>::to_vec)),
         (101, Box::new(<[u8]>::to_vec)),
         (228, Box::new(<[u8]>::to_vec)),
         (0, Box::new(|packet| [&[2, 0, 0, 0], packet].concat())),
         // Link type with the bits for a frame check sequence.
-        (0x1400_0001, Box::new(plain_ethernet)),
+        (0x1400_0001, Box::new(untagged_ethernet_frame)),
     ];
-    for (number, link) in links {
-        check_three(&read(files.write("a.pcap", &pcap(false, true, number, &three(link)))).unwrap());
+    for (number, link) in link_layers {
+        check_three_packets(
+            &read_trace(directory.write_file("a.pcap", &pcap_file(false, true, number, &three_frames(link)))).unwrap(),
+        );
     }
-    let error = TraceContents::error_of(files.write("a.pcap", &pcap(false, true, 105, &[])));
+    let error = TraceContents::read_error(directory.write_file("a.pcap", &pcap_file(false, true, 105, &[])));
     assert!(error.contains("link type 105: expected Ethernet (1)"), "{error}");
 }
 
 #[test]
 fn ipv6_with_extension_headers_is_read() {
-    let files = Files::new();
+    let directory = TestDirectory::new();
     let hop_by_hop = (0, vec![0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
-    let authentication = (51, vec![0; 8]);
-    let fragment = |offset: u16| (44, [&[0, 0], &(offset << 3).to_be_bytes()[..], &[0; 4]].concat());
+    let authentication_header = (51, vec![0; 8]);
+    let fragment_header = |offset: u16| (44, [&[0, 0], &(offset << 3).to_be_bytes()[..], &[0; 4]].concat());
     let frames = [
-        (0, ipv6(&[], 17, &tcp(1_000, 0))),
-        (1, ipv6(&[hop_by_hop.clone(), authentication], 6, &tcp(2_000, 0x02))),
-        (2, ipv6(&[hop_by_hop, fragment(0)], 6, &tcp(2_000, 0x10))),
-        (3, ipv6(&[fragment(100)], 6, &tcp(2_000, 0x10))),
-        (4, ipv6(&[], 58, &[0; 20])),
+        (0, ipv6_packet(&[], 17, &tcp_segment(1_000, 0))),
+        (1, ipv6_packet(&[hop_by_hop.clone(), authentication_header], 6, &tcp_segment(2_000, 0x02))),
+        (2, ipv6_packet(&[hop_by_hop, fragment_header(0)], 6, &tcp_segment(2_000, 0x10))),
+        (3, ipv6_packet(&[fragment_header(100)], 6, &tcp_segment(2_000, 0x10))),
+        (4, ipv6_packet(&[], 58, &[0; 20])),
     ];
-    let all = read(files.write("a.pcap", &pcap(false, true, 229, &frames))).unwrap();
-    assert_eq!(all.clients(), ["[2001:db8::7]:1000", "[2001:db8::7]:2000"]);
-    assert_eq!(all.packets.iter().map(|packet| packet.flow).collect::<Vec<_>>(), [0, 1, 1]);
-    assert_eq!(all.skipped, SkipCounts::from([("fragment after the first", 1), ("neither TCP nor UDP", 1)]));
+    let contents = read_trace(directory.write_file("a.pcap", &pcap_file(false, true, 229, &frames))).unwrap();
+    assert_eq!(contents.clients(), ["[2001:db8::7]:1000", "[2001:db8::7]:2000"]);
+    assert_eq!(contents.packets.iter().map(|packet| packet.flow).collect::<Vec<_>>(), [0, 1, 1]);
+    assert_eq!(contents.skip_counts, SkipCounts::from([("fragment after the first", 1), ("neither TCP nor UDP", 1)]));
 }
 
 #[test]
 fn skipped_packets_are_counted_by_reason() {
-    let files = Files::new();
-    let changed = |at: usize, value: u8| {
-        let mut packet = ipv4(1_000, 0, 0);
+    let directory = TestDirectory::new();
+    let frame_with_byte = |at: usize, value: u8| {
+        let mut packet = ipv4_packet(1_000, 0, 0);
         packet[at] = value;
-        plain_ethernet(&packet)
+        untagged_ethernet_frame(&packet)
     };
     // First fragment of several, a later fragment, ICMP, and a header of 16 bytes.
-    let mut frames = vec![changed(6, 0x20), changed(7, 9), changed(9, 1), changed(0, 0x44)];
-    frames.push(plain_ethernet(&ipv4(3_000, 0, 0)));
-    frames.push(ethernet(&[], 0x0806, &[0; 28]));
-    frames.push(plain_ethernet(&ipv4(1_000, 0, 0))[..36].to_vec());
+    let mut frames =
+        vec![frame_with_byte(6, 0x20), frame_with_byte(7, 9), frame_with_byte(9, 1), frame_with_byte(0, 0x44)];
+    frames.push(untagged_ethernet_frame(&ipv4_packet(3_000, 0, 0)));
+    frames.push(ethernet_frame(&[], 0x0806, &[0; 28]));
+    frames.push(untagged_ethernet_frame(&ipv4_packet(1_000, 0, 0))[..36].to_vec());
     let frames: Vec<_> = frames.into_iter().zip(0..).map(|(frame, time)| (time, frame)).collect();
-    let all = read(files.write("a.pcap", &pcap(true, true, 1, &frames))).unwrap();
-    assert_eq!(all.packets.len(), 2);
+    let contents = read_trace(directory.write_file("a.pcap", &pcap_file(true, true, 1, &frames))).unwrap();
+    assert_eq!(contents.packets.len(), 2);
     let expected = [
         ("cut off before the ports", 1),
         ("fragment after the first", 1),
@@ -251,34 +254,34 @@ fn skipped_packets_are_counted_by_reason() {
         ("neither TCP nor UDP", 1),
         ("not IP", 1),
     ];
-    assert_eq!(all.skipped, SkipCounts::from(expected));
+    assert_eq!(contents.skip_counts, SkipCounts::from(expected));
 }
 
 #[test]
 fn pcapng_with_several_interfaces_and_resolutions_is_read() {
-    let files = Files::new();
+    let directory = TestDirectory::new();
     let packets = [
         // Microseconds by default, nanoseconds, and 2^-10 s.
-        (0, 5_000_000, plain_ethernet(&ipv4(1_000, 0x02, 0))),
-        (1, 5_000_000_500, ipv4(2_000, 0x02, 0)),
-        (2, 5 * 1_024 + 1, ipv4(1_000, 0x10, 0)),
+        (0, 5_000_000, untagged_ethernet_frame(&ipv4_packet(1_000, 0x02, 0))),
+        (1, 5_000_000_500, ipv4_packet(2_000, 0x02, 0)),
+        (2, 5 * 1_024 + 1, ipv4_packet(1_000, 0x10, 0)),
     ];
-    let file = pcapng(&[(1, None), (101, Some(9)), (101, Some(0x80 | 10))], &packets);
-    let all = read(files.write("a.pcapng", &file)).unwrap();
-    assert_eq!(all.packets.iter().map(|packet| packet.time_ns).collect::<Vec<_>>(), [0, 500, 976_562]);
-    assert_eq!(all.clients().len(), 2);
+    let file = pcapng_file(&[(1, None), (101, Some(9)), (101, Some(0x80 | 10))], &packets);
+    let contents = read_trace(directory.write_file("a.pcapng", &file)).unwrap();
+    assert_eq!(contents.packets.iter().map(|packet| packet.time_ns).collect::<Vec<_>>(), [0, 500, 976_562]);
+    assert_eq!(contents.clients().len(), 2);
 
-    let simple = block(3, &[&40u32.to_le_bytes()[..], &ipv4(1, 0, 0)].concat());
-    let all = read(files.write("b.pcapng", &[file.clone(), simple].concat())).unwrap();
-    assert_eq!(all.skipped, SkipCounts::from([("without a time stamp", 1)]));
+    let simple_packet_block = pcapng_block(3, &[&40u32.to_le_bytes()[..], &ipv4_packet(1, 0, 0)].concat());
+    let contents = read_trace(directory.write_file("b.pcapng", &[file.clone(), simple_packet_block].concat())).unwrap();
+    assert_eq!(contents.skip_counts, SkipCounts::from([("without a time stamp", 1)]));
 
-    let error = TraceContents::error_of(files.write("c.pcapng", &file[..file.len() - 10]));
+    let error = TraceContents::read_error(directory.write_file("c.pcapng", &file[..file.len() - 10]));
     assert!(error.contains("cut off in packet 3: 2 packets were read before"), "{error}");
     let mut damaged = file.clone();
     damaged[file.len() - 4..].copy_from_slice(&7u32.to_le_bytes());
-    let error = TraceContents::error_of(files.write("d.pcapng", &damaged));
+    let error = TraceContents::read_error(directory.write_file("d.pcapng", &damaged));
     assert!(error.contains("after packet 2 comes what is no pcapng block"), "{error}");
-    let error = TraceContents::error_of(files.write("e.pcapng", &pcapng(&[], &packets)));
+    let error = TraceContents::read_error(directory.write_file("e.pcapng", &pcapng_file(&[], &packets)));
     assert!(error.contains("interface 0, which is not described"), "{error}");
 }
 
@@ -300,84 +303,88 @@ fn zstd(bytes: &[u8]) -> Vec<u8> {
 
 #[test]
 fn compressed_captures_are_read() {
-    let files = Files::new();
-    let plain = pcap(false, true, 1, &three(plain_ethernet));
-    let (start, rest) = plain.split_at(100);
+    let directory = TestDirectory::new();
+    let plain_capture = pcap_file(false, true, 1, &three_frames(untagged_ethernet_frame));
+    let (start, rest) = plain_capture.split_at(100);
     // Files of several members, as `cat` makes them.
-    let skippable = [&0x184d_2a50u32.to_le_bytes()[..], &3u32.to_le_bytes(), &[1, 2, 3]].concat();
-    let compressed = [
+    let skippable_frame = [&0x184d_2a50u32.to_le_bytes()[..], &3u32.to_le_bytes(), &[1, 2, 3]].concat();
+    let compressed_files = [
         ("a.gz", [gzip(start), gzip(rest)].concat()),
         ("a.xz", [xz(start), xz(rest)].concat()),
-        ("a.zst", [zstd(start), skippable, zstd(rest)].concat()),
+        ("a.zst", [zstd(start), skippable_frame, zstd(rest)].concat()),
     ];
-    for (name, bytes) in compressed {
-        check_three(&read(files.write(name, &bytes)).unwrap());
-        let error = TraceContents::error_of(files.write(name, &bytes[..bytes.len() - 20]));
+    for (name, bytes) in compressed_files {
+        check_three_packets(&read_trace(directory.write_file(name, &bytes)).unwrap());
+        let error = TraceContents::read_error(directory.write_file(name, &bytes[..bytes.len() - 20]));
         assert!(error.contains("cut off in packet") || error.contains("after packet"), "{name}: {error}");
     }
 }
 
 #[test]
-fn truncated_foreign_or_damaged_file_is_rejected() {
-    let files = Files::new();
-    let whole = pcap(false, false, 1, &three(plain_ethernet));
-    let error = TraceContents::error_of(files.write("a.pcap", &whole[..whole.len() - 1]));
+fn truncated_or_damaged_captures_and_other_formats_are_rejected() {
+    let directory = TestDirectory::new();
+    let capture = pcap_file(false, false, 1, &three_frames(untagged_ethernet_frame));
+    let error = TraceContents::read_error(directory.write_file("a.pcap", &capture[..capture.len() - 1]));
     let expected = "a.pcap: cut off in packet 3: 2 packets were read before, up to 0.000005 s after the first";
     assert!(error.ends_with(expected), "{error}");
-    assert!(TraceContents::error_of(files.write("a.pcap", &whole[..20])).contains("cut off in packet 1: 0 packets"));
-    let error = TraceContents::error_of(files.write("b.txt", b"hello, world"));
+    assert!(
+        TraceContents::read_error(directory.write_file("a.pcap", &capture[..20]))
+            .contains("cut off in packet 1: 0 packets")
+    );
+    let error = TraceContents::read_error(directory.write_file("b.txt", b"hello, world"));
     assert!(error.contains("begins with [68, 65, 6c, 6c, 6f, 2c]: expected a capture"), "{error}");
-    assert!(TraceContents::error_of(files.write("c", b"")).contains("begins with []"));
-    let mut damaged = whole.clone();
-    damaged[24 + 8..24 + 12].copy_from_slice(&300_000_000u32.to_le_bytes());
-    let error = TraceContents::error_of(files.write("d.pcap", &damaged));
+    assert!(TraceContents::read_error(directory.write_file("c", b"")).contains("begins with []"));
+    let mut damaged_capture = capture.clone();
+    damaged_capture[24 + 8..24 + 12].copy_from_slice(&300_000_000u32.to_le_bytes());
+    let error = TraceContents::read_error(directory.write_file("d.pcap", &damaged_capture));
     assert!(error.contains("packet 1 claims to have 300000000 bytes: expected at most 262144"), "{error}");
-    assert!(TraceContents::error_of(files.0.path().join("none")).contains("none: No such file"));
+    assert!(TraceContents::read_error(directory.0.path().join("none")).contains("none: No such file"));
 }
 
 #[test]
 fn small_steps_back_in_time_are_counted_and_large_ones_rejected() {
-    let files = Files::new();
-    let at = |times_ms: &[u64]| {
-        let frame = |ms: &u64| (ms * 1_000_000, plain_ethernet(&ipv4(1_000, 0, 0)));
-        pcap(false, true, 1, &times_ms.iter().map(frame).collect::<Vec<_>>())
+    let directory = TestDirectory::new();
+    let capture_at_times = |times_ms: &[u64]| {
+        let frame = |ms: &u64| (ms * 1_000_000, untagged_ethernet_frame(&ipv4_packet(1_000, 0, 0)));
+        pcap_file(false, true, 1, &times_ms.iter().map(frame).collect::<Vec<_>>())
     };
-    let all = read(files.write("a.pcap", &at(&[100, 120, 111, 130]))).unwrap();
-    let times: Vec<u64> = all.packets.iter().map(|packet| packet.time_ns / 1_000_000).collect();
-    assert_eq!((times, all.reordered), (vec![0, 20, 20, 30], 1));
-    let error = TraceContents::error_of(files.write("b.pcap", &at(&[100, 120, 109])));
+    let contents = read_trace(directory.write_file("a.pcap", &capture_at_times(&[100, 120, 111, 130]))).unwrap();
+    let times: Vec<u64> = contents.packets.iter().map(|packet| packet.time_ns / 1_000_000).collect();
+    assert_eq!((times, contents.reordered_packet_count), (vec![0, 20, 20, 30], 1));
+    let error = TraceContents::read_error(directory.write_file("b.pcap", &capture_at_times(&[100, 120, 109])));
     let expected = "packet 3 is of 0.109000000 s, 11.000 ms before packet 2 of 0.120000000 s";
     assert!(error.contains(expected), "{error}");
 }
 
 #[test]
 fn snap_length_without_ports_is_rejected() {
-    let files = Files::new();
-    let frames = three(|packet| plain_ethernet(packet)[..34].to_vec());
-    let error = TraceContents::error_of(files.write("a.pcap", &pcap(false, true, 1, &frames)));
+    let directory = TestDirectory::new();
+    let frames = three_frames(|packet| untagged_ethernet_frame(packet)[..34].to_vec());
+    let error = TraceContents::read_error(directory.write_file("a.pcap", &pcap_file(false, true, 1, &frames)));
     let expected =
         "packet 1 was captured up to byte 34 of 34: its ports are behind; expected a snap length of at least 38";
     assert!(error.contains(expected), "{error}");
 }
 
 #[test]
-fn flows_end_by_silence_or_fin_and_numbers_are_reused() {
-    let files = Files::new();
-    let frame = |port: u16, flags: u8| plain_ethernet(&ipv4(port, flags, 0));
+fn flows_end_by_idle_timeout_or_fin_and_numbers_are_reused() {
+    let directory = TestDirectory::new();
+    let frame = |port: u16, flags: u8| untagged_ethernet_frame(&ipv4_packet(port, flags, 0));
     let frames = [
         (0, frame(1_000, 0x02)),
-        (SECOND, frame(2_000, 0x02)),
+        (SECOND_NS, frame(2_000, 0x02)),
         // FIN, the last acknowledgement, and a SYN with the same ports.
-        (2 * SECOND, frame(2_000, 0x11)),
-        (2 * SECOND + 1, frame(2_000, 0x10)),
-        (3 * SECOND, frame(2_000, 0x02)),
+        (2 * SECOND_NS, frame(2_000, 0x11)),
+        (2 * SECOND_NS + 1, frame(2_000, 0x10)),
+        (3 * SECOND_NS, frame(2_000, 0x02)),
         // Flow 1000 was idle for 11 s; flow 2000 continues.
-        (11 * SECOND, frame(2_000, 0x10)),
-        (12 * SECOND, frame(3_000, 0x02)),
+        (11 * SECOND_NS, frame(2_000, 0x10)),
+        (12 * SECOND_NS, frame(3_000, 0x02)),
     ];
-    let options = ReadOptions { idle_timeout_ns: 10 * SECOND };
-    let all = read_with(files.write("a.pcap", &pcap(false, true, 1, &frames)), options).unwrap();
-    let event = |packet: &Packet| (packet.time_ns / SECOND, packet.flow, packet.event);
+    let options = ReadOptions { idle_timeout_ns: 10 * SECOND_NS };
+    let contents =
+        read_trace_with_options(directory.write_file("a.pcap", &pcap_file(false, true, 1, &frames)), options).unwrap();
+    let to_event = |packet: &Packet| (packet.time_ns / SECOND_NS, packet.flow, packet.event);
     let expected = [
         (0, 0, FlowEvent::OPENS),
         (1, 1, FlowEvent::OPENS),
@@ -389,17 +396,17 @@ fn flows_end_by_silence_or_fin_and_numbers_are_reused() {
         (11, 1, FlowEvent::NONE),
         (12, 0, FlowEvent::OPENS),
     ];
-    assert_eq!(all.packets.iter().map(event).collect::<Vec<_>>(), expected);
-    assert_eq!(all.clients(), ["10.1.0.7:1000", "10.1.0.7:2000", "10.1.0.7:2000", "10.1.0.7:3000"]);
+    assert_eq!(contents.packets.iter().map(to_event).collect::<Vec<_>>(), expected);
+    assert_eq!(contents.clients(), ["10.1.0.7:1000", "10.1.0.7:2000", "10.1.0.7:2000", "10.1.0.7:3000"]);
 }
 
 #[test]
 fn generated_trace_round_trips_through_a_capture() {
-    let files = Files::new();
+    let directory = TestDirectory::new();
     let source: TraceSource = "campus:seed=5,flows=300,seconds=3,history=0".parse().unwrap();
     let mut bytes = Vec::new();
     writer::write(source.open(1, ReadOptions::default()).unwrap().as_mut(), 96, &mut bytes).unwrap();
-    let all = read(files.write("campus.pcap", &bytes)).unwrap();
+    let contents = read_trace(directory.write_file("campus.pcap", &bytes)).unwrap();
     let mut trace = source.open(1, ReadOptions::default()).unwrap();
     let (mut batch, mut packets, mut tuples) = (Batch::default(), Vec::new(), Vec::new());
     loop {
@@ -408,23 +415,26 @@ fn generated_trace_round_trips_through_a_capture() {
             break;
         }
         packets.extend(batch.packets.iter().map(|packet| (packet.time_ns, packet.bytes)));
-        tuples.extend(batch.openings.iter().map(|opening| opening.tuple));
+        tuples.extend(batch.first_packets.iter().map(|opening| opening.tuple));
     }
     let first_ns = packets[0].0;
     packets.iter_mut().for_each(|(time_ns, _)| *time_ns -= first_ns);
-    let read = all.packets.iter().filter(|packet| packet.event.is_packet());
-    assert_eq!(read.map(|packet| (packet.time_ns, packet.bytes)).collect::<Vec<_>>(), packets);
-    assert_eq!(all.openings.iter().map(|opening| opening.tuple).collect::<Vec<_>>(), tuples);
+    let read_packets = contents.packets.iter().filter(|packet| packet.event.is_packet());
+    assert_eq!(read_packets.map(|packet| (packet.time_ns, packet.bytes)).collect::<Vec<_>>(), packets);
+    assert_eq!(contents.first_packets.iter().map(|opening| opening.tuple).collect::<Vec<_>>(), tuples);
 }
 
 #[test]
 fn pause_of_any_length_is_simulated() {
-    let files = Files::new();
+    let directory = TestDirectory::new();
     for pause_ms in [99_000, 99_900, 100_000, 100_100, 100_200, 101_000, 3_600_000, 90_000_000] {
         let times_ms = (0..50u64).map(|tick| tick * 100).chain((0..50).map(|tick| 5_000 + pause_ms + tick * 100));
-        let frames: Vec<_> = times_ms.map(|ms| (ms * 1_000_000, plain_ethernet(&ipv4(1_000, 0, 0)))).collect();
+        let frames: Vec<_> =
+            times_ms.map(|ms| (ms * 1_000_000, untagged_ethernet_frame(&ipv4_packet(1_000, 0, 0)))).collect();
         let config = coreward_sim::lb::Config {
-            trace: TraceSource::File(files.write(&format!("{pause_ms}.pcap"), &pcap(false, true, 1, &frames))),
+            trace: TraceSource::File(
+                directory.write_file(&format!("{pause_ms}.pcap"), &pcap_file(false, true, 1, &frames)),
+            ),
             policies: vec!["crossrss".to_owned()],
             seeds: vec![1],
             ..coreward_sim::lb::Config::default()

@@ -3,31 +3,31 @@
 
 use coreward_model::placement::BucketCount;
 use coreward_sim::output::{Format, Printable as _};
-use coreward_sim::pcc::{Arrivals, Config, MethodOutcome, SecondCounts, Updates, run};
+use coreward_sim::pcc::{ArrivalProcess, ClusterUpdates, Config, MethodOutcome, SecondCounts, run};
 use coreward_sim::seed_summary::SeedSummary;
 
-fn config(methods: &[&str], connections: f64, updates_per_minute: f64) -> Config {
+fn build_config(methods: &[&str], connections: f64, updates_per_minute: f64) -> Config {
     Config {
-        arrivals: Arrivals::Open { connections },
-        updates: Updates::PerMinute { servers: updates_per_minute, load_balancers: 0.0 },
+        arrivals: ArrivalProcess::OpenLoop { mean_open_connections: connections },
+        updates: ClusterUpdates::PerMinute { servers: updates_per_minute, load_balancers: 0.0 },
         methods: methods.iter().map(|name| name.parse().unwrap()).collect(),
         ..Config::default()
     }
 }
 
-fn outcomes(config: &Config) -> Vec<MethodOutcome> {
+fn run_methods(config: &Config) -> Vec<MethodOutcome> {
     run(config).unwrap().methods
 }
 
 /// Returns how far the most loaded server is above the mean (%).
-fn excess(outcome: &MethodOutcome) -> f64 {
+fn imbalance_excess_pct(outcome: &MethodOutcome) -> f64 {
     100.0 * (outcome.imbalance.median - 1.0)
 }
 
 #[test]
-fn figure_2a_broken_connections() {
+fn broken_connections_are_as_in_cheetah_figure_2a() {
     let methods = ["hash", "consistent-hash", "beamer", "cheetah:rr"];
-    let outcomes = outcomes(&Config { minutes: 4.0, ..config(&methods, 20_000.0, 80.0) });
+    let outcomes = run_methods(&Config { minutes: 4.0, ..build_config(&methods, 20_000.0, 80.0) });
     let [hash, ring, beamer, cheetah] = [0, 1, 2, 3].map(|method| outcomes[method].broken_pct);
     // Published: almost 1 %.
     assert!((0.7..1.2).contains(&beamer.median), "{beamer:?}");
@@ -39,10 +39,10 @@ fn figure_2a_broken_connections() {
 }
 
 #[test]
-fn figure_2b_imbalance() {
+fn imbalance_is_as_in_cheetah_figure_2b() {
     let methods = ["beamer", "consistent-hash", "cheetah:rr", "cheetah:pow2", "cheetah:least"];
-    let outcomes = outcomes(&Config { minutes: 1.0, ..config(&methods, 70_000.0, 0.0) });
-    let [beamer, ring, turns, pow2, least] = [0, 1, 2, 3, 4].map(|method| excess(&outcomes[method]));
+    let outcomes = run_methods(&Config { minutes: 1.0, ..build_config(&methods, 70_000.0, 0.0) });
+    let [beamer, ring, turns, pow2, least] = [0, 1, 2, 3, 4].map(|method| imbalance_excess_pct(&outcomes[method]));
     // The largest of 468 Poisson counts of mean 150 is about 24 % above the mean.
     assert!((23.0..28.0).contains(&beamer), "{beamer}");
     // Published ratios: 2, 1.2, 10 and 4.
@@ -52,62 +52,83 @@ fn figure_2b_imbalance() {
     assert!(pow2 / least > 4.0, "{pow2} / {least}");
     // If all servers have a whole number of connections, the fullest has on average half a connection more than the
     // mean.
-    let floor = 100.0 * 0.5 * 468.0 / 70_000.0;
-    assert!(least > 0.9 * floor && least < 2.0 * floor, "{least}");
+    let min_excess_pct = 100.0 * 0.5 * 468.0 / 70_000.0;
+    assert!(least > 0.9 * min_excess_pct && least < 2.0 * min_excess_pct, "{least}");
 }
 
 #[test]
-fn figure_2c_threshold_trades_broken_connections_for_balance() {
-    let outcomes = outcomes(&config(&["beamer:0.1", "beamer:0.2", "beamer:0.4"], 70_000.0, 0.0));
+fn threshold_trades_broken_connections_for_balance_as_in_cheetah_figure_2c() {
+    let outcomes = run_methods(&build_config(&["beamer:0.1", "beamer:0.2", "beamer:0.4"], 70_000.0, 0.0));
     let [tenth, fifth, more] = [0, 1, 2].map(|method| &outcomes[method]);
     // Published: 3 % at a threshold of 10 %.
     assert!((2.0..6.0).contains(&tenth.broken_pct.median), "{:?}", tenth.broken_pct);
     assert!(fifth.broken_pct.median < 0.2 && more.broken_pct.median < 0.1);
-    assert!(excess(tenth) < 11.0 && excess(fifth) > excess(tenth) && excess(more) > excess(fifth));
+    assert!(
+        imbalance_excess_pct(tenth) < 11.0
+            && imbalance_excess_pct(fifth) > imbalance_excess_pct(tenth)
+            && imbalance_excess_pct(more) > imbalance_excess_pct(fifth)
+    );
 }
 
 #[test]
-fn figure_9_broken_connections_per_second() {
+fn broken_connections_per_second_are_as_in_cheetah_figure_9() {
     let config = Config::cheetah_figure_9();
-    let methods = outcomes(&config);
-    let median = |method: &MethodOutcome, second: usize, of: fn(&SecondCounts) -> f64| {
+    let method_outcomes = run_methods(&config);
+    let median_over_seeds = |method: &MethodOutcome, second: usize, of: fn(&SecondCounts) -> f64| {
         let values: Vec<f64> = method.runs.iter().map(|run| of(&run.second_counts[second])).collect();
-        SeedSummary::of(&values).unwrap().median
+        SeedSummary::from_values(&values).unwrap().median
     };
-    let peak = |method: &MethodOutcome, from: usize, to: usize| {
-        (from..to).map(|second| median(method, second, SecondCounts::broken_pct)).fold(0.0, f64::max)
+    let peak_broken_pct = |method: &MethodOutcome, from: usize, to: usize| {
+        (from..to).map(|second| median_over_seeds(method, second, SecondCounts::broken_pct)).fold(0.0, f64::max)
     };
-    let [hash, ring, beamer, cheetah] = [0, 1, 2, 3].map(|method| &methods[method]);
+    let [hash, ring, beamer, cheetah] = [0, 1, 2, 3].map(|method| &method_outcomes[method]);
     // Published peaks: 11, 3, 0.5, 0; docs/figures.md has the reason why hash is higher here.
-    assert!((40.0..90.0).contains(&peak(hash, 0, 45)));
-    assert!((3.0..8.0).contains(&peak(ring, 0, 45)));
-    assert!((0.2..0.8).contains(&peak(beamer, 0, 20)) && peak(beamer, 20, 45) < 2.5);
-    assert_eq!(peak(cheetah, 0, 45), 0.0);
+    assert!((40.0..90.0).contains(&peak_broken_pct(hash, 0, 45)));
+    assert!((3.0..8.0).contains(&peak_broken_pct(ring, 0, 45)));
+    assert!((0.2..0.8).contains(&peak_broken_pct(beamer, 0, 20)) && peak_broken_pct(beamer, 20, 45) < 2.5);
+    assert_eq!(peak_broken_pct(cheetah, 0, 45), 0.0);
     // Nothing breaks before the first change, and after the last change has taken effect.
-    assert!(methods.iter().all(|method| peak(method, 0, 4) == 0.0 && peak(method, 35, 45) == 0.0));
-    let servers = [0, 5, 12, 14, 16, 30].map(|second| hash.runs[0].second_counts[second].servers);
-    assert_eq!(servers, [24, 27, 30, 30, 28, 22]);
+    assert!(
+        method_outcomes
+            .iter()
+            .all(|method| peak_broken_pct(method, 0, 4) == 0.0 && peak_broken_pct(method, 35, 45) == 0.0)
+    );
+    let pool_servers = [0, 5, 12, 14, 16, 30].map(|second| hash.runs[0].second_counts[second].servers);
+    assert_eq!(pool_servers, [24, 27, 30, 30, 28, 22]);
     // No connection breaks, so all requests complete: 1,500 a second at first, up to 2,500.
-    let completed = [0, 19, 42].map(|second| median(cheetah, second, |second| second.completed as f64));
-    assert!((1_400.0..1_700.0).contains(&completed[0]) && (1_400.0..1_700.0).contains(&completed[2]), "{completed:?}");
-    assert!((2_350.0..2_650.0).contains(&completed[1]), "{completed:?}");
+    let completed_connections =
+        [0, 19, 42].map(|second| median_over_seeds(cheetah, second, |second| second.completed_connections as f64));
+    assert!(
+        (1_400.0..1_700.0).contains(&completed_connections[0])
+            && (1_400.0..1_700.0).contains(&completed_connections[2]),
+        "{completed_connections:?}"
+    );
+    assert!((2_350.0..2_650.0).contains(&completed_connections[1]), "{completed_connections:?}");
 }
 
 #[test]
-fn load_balancer_changes_break_connections_of_their_tables() {
+fn load_balancer_changes_break_connections_in_connection_tables() {
     let methods = ["hash", "beamer", "stateful-hash", "stateful-hash:consistent-hash", "cheetah:least"];
-    let mut config = Config { servers: 50, load_balancers: 4, ..config(&methods, 2_000.0, 20.0) };
-    let broken = |config: &Config| outcomes(config).iter().map(|outcome| outcome.broken_pct.median).collect::<Vec<_>>();
-    let alone = broken(&config);
-    config.updates = Updates::PerMinute { servers: 20.0, load_balancers: 6.0 };
-    let both = broken(&config);
-    config.updates = Updates::PerMinute { servers: 0.0, load_balancers: 6.0 };
-    let only_load_balancers = broken(&config);
+    let mut config = Config { servers: 50, load_balancers: 4, ..build_config(&methods, 2_000.0, 20.0) };
+    let broken_pcts =
+        |config: &Config| run_methods(config).iter().map(|outcome| outcome.broken_pct.median).collect::<Vec<_>>();
+    let with_server_changes = broken_pcts(&config);
+    config.updates = ClusterUpdates::PerMinute { servers: 20.0, load_balancers: 6.0 };
+    let with_both_changes = broken_pcts(&config);
+    config.updates = ClusterUpdates::PerMinute { servers: 0.0, load_balancers: 6.0 };
+    let with_load_balancer_changes = broken_pcts(&config);
     // The same load balancer's table keeps the server of a connection.
-    assert_eq!(alone[2..], [0.0, 0.0, 0.0]);
+    assert_eq!(with_server_changes[2..], [0.0, 0.0, 0.0]);
     // Any load balancer hashes to the same server while the set of servers does not change.
-    assert_eq!(only_load_balancers, [0.0; 5]);
-    assert!(both[2] > 5.0 && both[3] > 0.3 && both[3] < both[2] && both[2] < both[0] && both[4] == 0.0, "{both:?}");
+    assert_eq!(with_load_balancer_changes, [0.0; 5]);
+    assert!(
+        with_both_changes[2] > 5.0
+            && with_both_changes[3] > 0.3
+            && with_both_changes[3] < with_both_changes[2]
+            && with_both_changes[2] < with_both_changes[0]
+            && with_both_changes[4] == 0.0,
+        "{with_both_changes:?}"
+    );
 }
 
 #[test]
@@ -118,26 +139,30 @@ fn equal_seeds_give_equal_bytes_on_any_number_of_threads() {
         minutes: 0.5,
         seeds: 3,
         report_ms: 500,
-        buckets: BucketCount::PUBLISHED,
-        updates: Updates::PerMinute { servers: 30.0, load_balancers: 10.0 },
-        ..config(&["maglev", "beamer:0.3", "stateful-hash", "cheetah:crossrss-plus", "cheetah:awrr"], 1_000.0, 0.0)
+        bucket_count: BucketCount::PUBLISHED,
+        updates: ClusterUpdates::PerMinute { servers: 30.0, load_balancers: 10.0 },
+        ..build_config(
+            &["maglev", "beamer:0.3", "stateful-hash", "cheetah:crossrss-plus", "cheetah:awrr"],
+            1_000.0,
+            0.0,
+        )
     };
-    let on = |threads: usize| {
+    let run_with_threads = |threads: usize| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         pool.install(|| run(&config).unwrap())
     };
-    let (with_one, with_three) = (on(1), on(3));
+    let (with_one, with_three) = (run_with_threads(1), run_with_threads(3));
     assert_eq!(with_one, with_three);
     assert_eq!(with_one.render(Format::Json), with_three.render(Format::Json));
     // Results of a seed do not depend on the number of seeds, and seeds differ.
-    let fewer = run(&Config { seeds: 2, ..config.clone() }).unwrap();
-    assert_eq!(fewer.methods[0].runs, with_one.methods[0].runs[..2]);
+    let outcome_of_two_seeds = run(&Config { seeds: 2, ..config.clone() }).unwrap();
+    assert_eq!(outcome_of_two_seeds.methods[0].runs, with_one.methods[0].runs[..2]);
     assert_ne!(with_one.methods[0].runs[0], with_one.methods[0].runs[1]);
 }
 
 #[test]
 fn output_has_the_documented_fields() {
-    let outcome = run(&Config { servers: 5, ..config(&["hash", "beamer:0.1"], 100.0, 5.0) }).unwrap();
+    let outcome = run(&Config { servers: 5, ..build_config(&["hash", "beamer:0.1"], 100.0, 5.0) }).unwrap();
     let json: serde_json::Value = serde_json::from_str(&outcome.render(Format::Json)).unwrap();
     assert_eq!(json["methods"][1]["method"], "beamer:0.1");
     for figure in ["broken_pct", "imbalance"] {
@@ -152,34 +177,40 @@ fn output_has_the_documented_fields() {
 
 #[test]
 fn impossible_configurations_are_rejected() {
-    let fails = |config: Config| run(&config).unwrap_err().to_string();
-    let per_minute = |rate| Updates::PerMinute { servers: rate, load_balancers: 0.0 };
-    let sound = Config::default;
-    assert_eq!(fails(Config { servers: 0, ..sound() }), "0 servers: expected 1 to 7000");
-    assert_eq!(fails(Config { servers: 7_001, ..sound() }), "7001 servers: expected 1 to 7000");
+    let run_error = |config: Config| run(&config).unwrap_err().to_string();
+    let server_updates = |rate| ClusterUpdates::PerMinute { servers: rate, load_balancers: 0.0 };
+    let valid_config = Config::default;
+    assert_eq!(run_error(Config { servers: 0, ..valid_config() }), "0 servers: expected 1 to 7000");
+    assert_eq!(run_error(Config { servers: 7_001, ..valid_config() }), "7001 servers: expected 1 to 7000");
     assert_eq!(
-        fails(Config { updates: per_minute(-1.0), ..sound() }),
+        run_error(Config { updates: server_updates(-1.0), ..valid_config() }),
         "-1 updates per minute: expected a number from 0 to 6000"
     );
     assert_eq!(
-        fails(Config { updates: per_minute(f64::NAN), ..sound() }),
+        run_error(Config { updates: server_updates(f64::NAN), ..valid_config() }),
         "NaN updates per minute: expected a number from 0 to 6000"
     );
     assert_eq!(
-        fails(Config { arrivals: Arrivals::Open { connections: 0.0 }, ..sound() }),
+        run_error(Config { arrivals: ArrivalProcess::OpenLoop { mean_open_connections: 0.0 }, ..valid_config() }),
         "0 connections: expected a number from 1 to 10000000"
     );
-    assert_eq!(fails(Config { minutes: 0.0, ..sound() }), "0 minutes: expected a number above 0, at most 1440");
-    assert_eq!(fails(Config { load_balancers: 33, ..sound() }), "33 load balancers: expected 1 to 32");
-    assert_eq!(fails(Config { methods: vec![], ..sound() }), "no methods: expected at least one");
-    assert_eq!(fails(Config { seeds: 0, ..sound() }), "0 seeds: expected 1 to 1000");
-    assert_eq!(fails(Config { report_ms: 5, ..sound() }), "reports every 5 ms: expected 10 to 60000");
-    assert_eq!(fails(Config { cores: 0, ..sound() }), "0 cores: expected 1 to 128");
-    assert_eq!(fails(Config { buckets_per_server: 0, ..sound() }), "0 buckets per server: expected 1 to 1000");
-    let unordered =
+    assert_eq!(
+        run_error(Config { minutes: 0.0, ..valid_config() }),
+        "0 minutes: expected a number above 0, at most 1440"
+    );
+    assert_eq!(run_error(Config { load_balancers: 33, ..valid_config() }), "33 load balancers: expected 1 to 32");
+    assert_eq!(run_error(Config { methods: vec![], ..valid_config() }), "no methods: expected at least one");
+    assert_eq!(run_error(Config { seeds: 0, ..valid_config() }), "0 seeds: expected 1 to 1000");
+    assert_eq!(run_error(Config { report_ms: 5, ..valid_config() }), "reports every 5 ms: expected 10 to 60000");
+    assert_eq!(run_error(Config { cores: 0, ..valid_config() }), "0 cores: expected 1 to 128");
+    assert_eq!(
+        run_error(Config { buckets_per_server: 0, ..valid_config() }),
+        "0 buckets per server: expected 1 to 1000"
+    );
+    let unordered_changes =
         vec![(2.0, coreward_sim::pcc::ClusterChange::AddServer), (1.0, coreward_sim::pcc::ClusterChange::RemoveServer)];
     assert_eq!(
-        fails(Config { updates: Updates::Scheduled(unordered), ..sound() }),
+        run_error(Config { updates: ClusterUpdates::Scheduled(unordered_changes), ..valid_config() }),
         "a change at second 1: expected a number from 0 on, none before the one that it follows"
     );
 }

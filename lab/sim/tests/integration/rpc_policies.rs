@@ -1,41 +1,41 @@
 //! Every policy by name, and the core assignments of RingLeader (NSDI'23, Sect. 4.4).
 
 use coreward_model::rss::IndirectionTable;
-use coreward_sim::rpc::server::{Request, Response, Server, ServerSpec, ServerVisitor, Sink};
+use coreward_sim::rpc::server::{Request, Response, ResponseSink, Server, ServerSpec, ServerVisitor};
 use coreward_sim::rpc::{Config, Outcome, Policy, run};
 use proptest::prelude::*;
 
 #[derive(Default)]
 struct CollectedResponses(Vec<Response>);
 
-impl Sink for CollectedResponses {
+impl ResponseSink for CollectedResponses {
     fn handle_response(&mut self, response: &Response) {
         self.0.push(*response);
     }
 }
 
 /// Visitor that serves the requests, and returns the responses and the busy time of each core.
-struct ServeRequests<'a>(&'a [Request]);
+struct RequestServingVisitor<'a>(&'a [Request]);
 
-impl ServerVisitor<CollectedResponses> for ServeRequests<'_> {
+impl ServerVisitor<CollectedResponses> for RequestServingVisitor<'_> {
     type Output = (Vec<Response>, Vec<u64>);
 
     fn visit(self, mut server: impl Server<CollectedResponses>) -> Self::Output {
-        let mut answered = CollectedResponses::default();
+        let mut responses = CollectedResponses::default();
         for request in self.0 {
-            server.advance(request.arrived_at, &mut answered);
+            server.advance(request.arrived_at, &mut responses);
             server.offer(*request);
         }
-        server.advance(u64::MAX - 1, &mut answered);
-        assert_eq!(server.outstanding(), 0);
-        let end = answered.0.last().map_or(0, |last| last.departed_at);
-        let busy = server.busy_times(end);
-        (answered.0, busy)
+        server.advance(u64::MAX - 1, &mut responses);
+        assert_eq!(server.outstanding_count(), 0);
+        let end_time = responses.0.last().map_or(0, |last| last.departed_at);
+        let core_busy_times = server.busy_times(end_time);
+        (responses.0, core_busy_times)
     }
 }
 
 /// Policies without costs, so that cores are busy only with the work of requests.
-const POLICIES: [&str; 15] = [
+const COST_FREE_POLICIES: [&str; 15] = [
     "cfcfs",
     "random",
     "rr",
@@ -54,7 +54,7 @@ const POLICIES: [&str; 15] = [
 ];
 
 /// A hundredth of the unit of time, which is small enough that quanta and intervals matter.
-const STEP: u64 = 1 << 17;
+const STEP_TICKS: u64 = 1 << 17;
 
 proptest! {
     #[test]
@@ -65,20 +65,20 @@ proptest! {
         let mut arrived_at = 0;
         let mut requests: Vec<Request> = Vec::new();
         for (gap, work, hash, class) in drawn {
-            arrived_at += gap * STEP;
+            arrived_at += gap * STEP_TICKS;
             let connection = requests.len() as u32;
-            let (work, service) = (work * STEP, class);
+            let (work, service) = (work * STEP_TICKS, class);
             requests.push(Request { arrived_at, work, hash, flow_hash: hash, connection, class, service });
         }
         let table = IndirectionTable::balanced(1, 16, 4).unwrap();
-        for name in POLICIES {
+        for name in COST_FREE_POLICIES {
             let policy: Policy = name.parse().unwrap();
-            let latency = latency * STEP;
-            let spec = ServerSpec { policy: &policy, cores: 4, classes: 2, latency, indirection_table: &table };
+            let latency = latency * STEP_TICKS;
+            let spec = ServerSpec { policy: &policy, cores: 4, class_count: 2, latency, indirection_table: &table };
             let priorities = policy.priorities();
             let requests: Vec<Request> =
                 requests.iter().map(|r| Request { service: priorities.service_of_class(r.class), ..*r }).collect();
-            let (responses, busy) = spec.build(ServeRequests(&requests));
+            let (responses, busy) = spec.build(RequestServingVisitor(&requests));
             prop_assert_eq!(responses.len(), requests.len(), "{}", name);
             prop_assert!(responses.is_sorted_by_key(|response| response.departed_at), "{}", name);
             let mut answered: Vec<u32> = responses.iter().map(|response| response.request.connection).collect();
@@ -94,34 +94,40 @@ proptest! {
     }
 }
 
-fn simulated(policy: &str, cores: u16, service: &str, load: f64) -> Outcome {
+fn simulate_policy(policy: &str, cores: u16, service: &str, load: f64) -> Outcome {
     let (policy, service) = (policy.parse().unwrap(), service.parse().unwrap());
     run(&Config { policy, cores, service, load, requests: 1_000_000, ..Config::default() }).unwrap()
 }
 
 /// Returns the mean latencies of the short and of the long requests.
-fn means(policy: &str, service: &str, load: f64) -> [f64; 2] {
-    let outcome = simulated(policy, 16, service, load);
+fn class_mean_latencies(policy: &str, service: &str, load: f64) -> [f64; 2] {
+    let outcome = simulate_policy(policy, 16, service, load);
     [0, 1].map(|class| outcome.classes[class].quantiles.mean)
 }
 
 #[test]
-fn cores_that_cannot_change_hands_are_two_servers() {
+fn cores_that_cannot_change_services_behave_like_two_servers() {
     // All cores are reserved: 8 for each service. 90 % of the requests are short (1), 10 % are long (9); each class
     // needs 0.5 of 8 cores.
-    let both = means("jbsrq:assignment=dedicated,reserved=8", "bimodal:0.1:9", 0.5);
-    let alone = simulated("jbsq:4", 8, "fixed", 0.5).all.mean;
-    assert!((both[0] / alone - 1.0).abs() < 0.01, "{both:?}, alone {alone}");
-    assert!((both[1] / (9.0 * alone) - 1.0).abs() < 0.02, "{both:?}, alone {alone}");
+    let class_means = class_mean_latencies("jbsrq:assignment=dedicated,reserved=8", "bimodal:0.1:9", 0.5);
+    let mean_of_separate_server = simulate_policy("jbsq:4", 8, "fixed", 0.5).all.mean;
+    assert!(
+        (class_means[0] / mean_of_separate_server - 1.0).abs() < 0.01,
+        "{class_means:?}, alone {mean_of_separate_server}"
+    );
+    assert!(
+        (class_means[1] / (9.0 * mean_of_separate_server) - 1.0).abs() < 0.02,
+        "{class_means:?}, alone {mean_of_separate_server}"
+    );
 }
 
 #[test]
-fn allocator_on_a_core_leaves_the_others() {
+fn allocator_on_a_core_does_not_change_the_other_cores() {
     // All 16 worker cores are reserved, 8 for each service; core 17 is the allocator's.
-    let alone = simulated("jbsrq:assignment=dedicated,reserved=8", 16, "bimodal:0.1:9", 0.5);
+    let without_allocator_core = simulate_policy("jbsrq:assignment=dedicated,reserved=8", 16, "bimodal:0.1:9", 0.5);
     let policy = "jbsrq:assignment=dedicated,reserved=8,allocator=core";
-    let beside = simulated(policy, 17, "bimodal:0.1:9", 0.5 * 16.0 / 17.0);
-    assert_eq!(alone.classes, beside.classes);
+    let with_allocator_core = simulate_policy(policy, 17, "bimodal:0.1:9", 0.5 * 16.0 / 17.0);
+    assert_eq!(without_allocator_core.classes, with_allocator_core.classes);
     let config = |load| Config {
         policy: "jbsrq:assignment=dedicated,allocator=core".parse().unwrap(),
         service: "bimodal:0.1:9".parse().unwrap(),
@@ -136,10 +142,10 @@ fn allocator_on_a_core_leaves_the_others() {
 fn load_hints_move_cores_to_the_loaded_service() {
     // The long requests need 9.3 cores: more than half of 16.
     let service = "bimodal:0.2:20";
-    let fixed = means("jbsrq:assignment=dedicated,reserved=8", service, 0.7);
-    let [share, dedicated, hybrid] =
-        ["share", "dedicated", "hybrid"].map(|name| means(&format!("jbsrq:assignment={name}"), service, 0.7));
-    assert!(fixed[1] > 1_000.0, "8 cores are too few: {fixed:?}");
+    let fixed_cores = class_mean_latencies("jbsrq:assignment=dedicated,reserved=8", service, 0.7);
+    let [share, dedicated, hybrid] = ["share", "dedicated", "hybrid"]
+        .map(|name| class_mean_latencies(&format!("jbsrq:assignment={name}"), service, 0.7));
+    assert!(fixed_cores[1] > 1_000.0, "8 cores are too few: {fixed_cores:?}");
     for moved in [share, dedicated, hybrid] {
         assert!(moved[1] < 60.0 && moved[0] < 3.0, "{moved:?}");
     }
@@ -148,13 +154,13 @@ fn load_hints_move_cores_to_the_loaded_service() {
 #[test]
 fn priorities_keep_short_requests_from_waiting_behind_long_ones() {
     // RingLeader's Bimodal(95-5, 5-100): both the unit and the quantum are 5 us.
-    let p99 = |policy| simulated(policy, 16, "bimodal:0.05:20", 0.7).classes[0].quantiles.p99;
-    let (jbsq, jbsrq) = (p99("jbsq:4"), p99("jbsrq:quantum=1"));
+    let short_p99 = |policy| simulate_policy(policy, 16, "bimodal:0.05:20", 0.7).classes[0].quantiles.p99;
+    let (jbsq, jbsrq) = (short_p99("jbsq:4"), short_p99("jbsrq:quantum=1"));
     assert!(jbsrq < 3.0 && jbsq > 3.0 * jbsrq, "jbsq {jbsq}, jbsrq {jbsrq}");
 }
 
 #[test]
-fn bounded_queue_carries_any_load_and_drops_the_rest() {
+fn bounded_queue_accepts_any_load_and_drops_excess_requests() {
     let policy: Policy = "jsq".parse().unwrap();
     let config = Config { policy, cores: 1, load: 2.0, queue_limit: Some(1), ..Config::default() };
     // The server holds only the request in service: Erlang's B formula with one server, 2 / (1 + 2).
@@ -170,29 +176,47 @@ fn windows_cover_the_run_after_the_warm_up() {
     let outcome = run(&Config { window: Some(500.0), requests: 200_000, ..Config::default() }).unwrap();
     assert_eq!(outcome.windows.iter().map(|window| window.responses).sum::<u64>(), 180_000);
     assert!(outcome.windows.is_sorted_by(|a, b| a.from + 500.0 <= b.from));
-    let mean = |of: fn(&coreward_sim::rpc::WindowLatency) -> f64| {
+    let mean_over_windows = |of: fn(&coreward_sim::rpc::WindowLatency) -> f64| {
         outcome.windows.iter().map(of).sum::<f64>() / outcome.windows.len() as f64
     };
-    assert!((mean(|window| window.quantiles.mean) / outcome.all.mean - 1.0).abs() < 0.02);
+    assert!((mean_over_windows(|window| window.quantiles.mean) / outcome.all.mean - 1.0).abs() < 0.02);
 }
 
 #[test]
 fn invalid_configurations_are_rejected() {
-    let error = |config: Config| run(&config).unwrap_err().to_string();
-    let with = |policy: &str| Config { policy: policy.parse().unwrap(), ..Config::default() };
-    assert_eq!(error(Config { cores: 0, ..with("jsq") }), "0 cores: expected 1 to 65535");
-    assert_eq!(error(Config { load: f64::NAN, ..with("jsq") }), "load NaN: expected a number above 0");
-    assert!(error(Config { latency: -1.0, ..with("jsq") }).starts_with("latency -1: expected a number from 0"));
-    assert!(error(Config { latency: 0.5, ..with("cfcfs") }).contains("expected less than 0.5, which is what cfcfs"));
-    assert!(error(Config { requests: 5, ..with("jsq") }).starts_with("5 requests: expected 10 to"));
-    assert!(error(Config { window: Some(0.0), ..with("jsq") }).starts_with("window 0: expected"));
+    let run_error = |config: Config| run(&config).unwrap_err().to_string();
+    let config_with_policy = |policy: &str| Config { policy: policy.parse().unwrap(), ..Config::default() };
+    assert_eq!(run_error(Config { cores: 0, ..config_with_policy("jsq") }), "0 cores: expected 1 to 65535");
+    assert_eq!(
+        run_error(Config { load: f64::NAN, ..config_with_policy("jsq") }),
+        "load NaN: expected a number above 0"
+    );
+    assert!(
+        run_error(Config { latency: -1.0, ..config_with_policy("jsq") })
+            .starts_with("latency -1: expected a number from 0")
+    );
+    assert!(
+        run_error(Config { latency: 0.5, ..config_with_policy("cfcfs") })
+            .contains("expected less than 0.5, which is what cfcfs")
+    );
+    assert!(run_error(Config { requests: 5, ..config_with_policy("jsq") }).starts_with("5 requests: expected 10 to"));
+    assert!(run_error(Config { window: Some(0.0), ..config_with_policy("jsq") }).starts_with("window 0: expected"));
     // Most of the 300 cores have 2 of the 512 buckets, and so 1/256 of the requests each.
-    assert!(error(Config { cores: 300, load: 0.9, ..with("rss") }).contains("expected less than 0.853"));
-    assert!(error(with("dfcfs:3,4")).contains("its groups have 12 cores, the server has 16"));
-    assert!(error(with("jbsrq:assignment=hybrid")).contains("1 services on 16 cores: expected two services"));
-    let two = Config { service: "bimodal:0.1:9".parse().unwrap(), cores: 2, ..with("jbsrq:assignment=dedicated") };
-    run(&two).unwrap();
+    assert!(
+        run_error(Config { cores: 300, load: 0.9, ..config_with_policy("rss") }).contains("expected less than 0.853")
+    );
+    assert!(run_error(config_with_policy("dfcfs:3,4")).contains("its groups have 12 cores, the server has 16"));
+    assert!(
+        run_error(config_with_policy("jbsrq:assignment=hybrid"))
+            .contains("1 services on 16 cores: expected two services")
+    );
+    let two_core_config = Config {
+        service: "bimodal:0.1:9".parse().unwrap(),
+        cores: 2,
+        ..config_with_policy("jbsrq:assignment=dedicated")
+    };
+    run(&two_core_config).unwrap();
     let policy: Policy = "jbsrq:assignment=dedicated,allocator=core".parse().unwrap();
-    assert!(error(Config { policy, ..two }).contains("2 services on 1 cores: expected two services"));
-    assert!(error(with("jbsrq:allocator=core")).ends_with("expected assignment=dedicated or hybrid"));
+    assert!(run_error(Config { policy, ..two_core_config }).contains("2 services on 1 cores: expected two services"));
+    assert!(run_error(config_with_policy("jbsrq:allocator=core")).ends_with("expected assignment=dedicated or hybrid"));
 }

@@ -7,30 +7,30 @@ use coreward_model::dispatch::{
     Dispatcher, JoinBoundedShortestRankedQueue, JoinLightestQueue, JoinShortestQueue, Lambda, RoundRobinCore,
 };
 use coreward_sim::rpc::server::{
-    Cores, DisciplineCores, FifoCores, NicServer, PriorityCores, ProcessorSharing, Request, Response, Server, Sink,
-    StealingCores,
+    Cores, DisciplineCores, FifoCores, NicServer, PriorityCores, ProcessorSharing, Request, Response, ResponseSink,
+    Server, StealingCores,
 };
 use proptest::prelude::*;
 
 #[derive(Default)]
-struct Responses(Vec<(u64, u32)>);
+struct CollectedDepartures(Vec<(u64, u32)>);
 
-impl Sink for Responses {
+impl ResponseSink for CollectedDepartures {
     fn handle_response(&mut self, response: &Response) {
         self.0.push((response.departed_at, response.request.hash));
     }
 }
 
 /// Simulates the requests in the engine. Returns their departures (time and number), sorted.
-fn simulated(requests: &[Request], dispatcher: impl Dispatcher, cores: impl Cores) -> Vec<(u64, u32)> {
+fn simulate_departures(requests: &[Request], dispatcher: impl Dispatcher, cores: impl Cores) -> Vec<(u64, u32)> {
     let mut server = NicServer::new(dispatcher, cores, 2);
-    let mut responses = Responses::default();
+    let mut responses = CollectedDepartures::default();
     for request in requests {
         server.advance(request.arrived_at, &mut responses);
-        Server::<Responses>::offer(&mut server, *request);
+        Server::<CollectedDepartures>::offer(&mut server, *request);
     }
     server.advance(u64::MAX - 1, &mut responses);
-    assert_eq!(Server::<Responses>::outstanding(&server), 0);
+    assert_eq!(Server::<CollectedDepartures>::outstanding_count(&server), 0);
     responses.0.sort_unstable();
     responses.0
 }
@@ -40,68 +40,77 @@ type CoreChooser = fn(&[(u64, u64)], bound: u64) -> Option<usize>;
 
 /// Returns the departures in the reference simulator: every step is an event in one heap, every choice searches all
 /// cores.
-fn reference(requests: &[Request], cores: usize, latency: u64, bound: u64, choose: CoreChooser) -> Vec<(u64, u32)> {
+fn reference_departures(
+    requests: &[Request],
+    cores: usize,
+    latency: u64,
+    bound: u64,
+    choose: CoreChooser,
+) -> Vec<(u64, u32)> {
     #[derive(PartialEq, Eq, PartialOrd, Ord, Clone, Copy)]
-    enum Event {
-        CoreEnds(usize, usize),
+    enum ReferenceEvent {
+        ServiceEnds(usize, usize),
         ResponseAtNic(usize, usize),
-        AtCore(usize, usize),
-        Arrives(usize),
+        RequestAtCore(usize, usize),
+        RequestAtNic(usize),
     }
-    let mut events: BinaryHeap<Reverse<(u64, Event)>> =
-        requests.iter().enumerate().map(|(i, request)| Reverse((request.arrived_at, Event::Arrives(i)))).collect();
-    let mut under_way = vec![(0, 0); cores];
-    let mut at_nic: VecDeque<usize> = VecDeque::new();
-    let mut queues: Vec<VecDeque<usize>> = vec![VecDeque::new(); cores];
-    let mut left = Vec::new();
+    let mut events: BinaryHeap<Reverse<(u64, ReferenceEvent)>> = requests
+        .iter()
+        .enumerate()
+        .map(|(i, request)| Reverse((request.arrived_at, ReferenceEvent::RequestAtNic(i))))
+        .collect();
+    let mut core_loads = vec![(0, 0); cores];
+    let mut nic_queue: VecDeque<usize> = VecDeque::new();
+    let mut core_queues: Vec<VecDeque<usize>> = vec![VecDeque::new(); cores];
+    let mut departures = Vec::new();
     while let Some(Reverse((now, event))) = events.pop() {
         match event {
-            Event::Arrives(request) => at_nic.push_back(request),
-            Event::AtCore(core, request) => {
-                queues[core].push_back(request);
-                if queues[core].len() == 1 {
-                    events.push(Reverse((now + requests[request].work, Event::CoreEnds(core, request))));
+            ReferenceEvent::RequestAtNic(request) => nic_queue.push_back(request),
+            ReferenceEvent::RequestAtCore(core, request) => {
+                core_queues[core].push_back(request);
+                if core_queues[core].len() == 1 {
+                    events.push(Reverse((now + requests[request].work, ReferenceEvent::ServiceEnds(core, request))));
                 }
             }
-            Event::CoreEnds(core, request) => {
-                assert_eq!(queues[core].pop_front(), Some(request));
-                if let Some(next) = queues[core].front() {
-                    events.push(Reverse((now + requests[*next].work, Event::CoreEnds(core, *next))));
+            ReferenceEvent::ServiceEnds(core, request) => {
+                assert_eq!(core_queues[core].pop_front(), Some(request));
+                if let Some(next) = core_queues[core].front() {
+                    events.push(Reverse((now + requests[*next].work, ReferenceEvent::ServiceEnds(core, *next))));
                 }
-                events.push(Reverse((now + latency, Event::ResponseAtNic(core, request))));
+                events.push(Reverse((now + latency, ReferenceEvent::ResponseAtNic(core, request))));
             }
-            Event::ResponseAtNic(core, request) => {
-                under_way[core].0 -= 1;
-                under_way[core].1 -= requests[request].work;
-                left.push((now, requests[request].hash));
+            ReferenceEvent::ResponseAtNic(core, request) => {
+                core_loads[core].0 -= 1;
+                core_loads[core].1 -= requests[request].work;
+                departures.push((now, requests[request].hash));
             }
         }
-        while let Some(request) = at_nic.front().copied() {
-            let Some(core) = choose(&under_way, bound) else { break };
-            at_nic.pop_front();
-            under_way[core].0 += 1;
-            under_way[core].1 += requests[request].work;
-            events.push(Reverse((now + latency, Event::AtCore(core, request))));
+        while let Some(request) = nic_queue.front().copied() {
+            let Some(core) = choose(&core_loads, bound) else { break };
+            nic_queue.pop_front();
+            core_loads[core].0 += 1;
+            core_loads[core].1 += requests[request].work;
+            events.push(Reverse((now + latency, ReferenceEvent::RequestAtCore(core, request))));
         }
     }
-    left.sort_unstable();
-    left
+    departures.sort_unstable();
+    departures
 }
 
-fn shortest(under_way: &[(u64, u64)], bound: u64) -> Option<usize> {
-    let shortest = (0..under_way.len()).min_by_key(|core| under_way[*core].0)?;
-    (under_way[shortest].0 < bound).then_some(shortest)
+fn choose_shortest_queue(core_loads: &[(u64, u64)], bound: u64) -> Option<usize> {
+    let shortest_core = (0..core_loads.len()).min_by_key(|core| core_loads[*core].0)?;
+    (core_loads[shortest_core].0 < bound).then_some(shortest_core)
 }
 
-fn lightest(under_way: &[(u64, u64)], _bound: u64) -> Option<usize> {
-    (0..under_way.len()).min_by_key(|core| under_way[*core].1)
+fn choose_lightest_queue(core_loads: &[(u64, u64)], _bound: u64) -> Option<usize> {
+    (0..core_loads.len()).min_by_key(|core| core_loads[*core].1)
 }
 
 /// Returns requests of two services in bursts and gaps; no two arrive at the same time.
 fn requests() -> impl Strategy<Value = Vec<Request>> {
     prop::collection::vec((1u64..40, 1u64..200, any::<bool>()), 1..120).prop_map(|drawn| {
         let mut arrived_at = 0;
-        let request = |(index, (gap, work, low)): (usize, (u64, u64, bool))| {
+        let build_request = |(index, (gap, work, low)): (usize, (u64, u64, bool))| {
             arrived_at += gap;
             Request {
                 arrived_at,
@@ -113,7 +122,7 @@ fn requests() -> impl Strategy<Value = Vec<Request>> {
                 service: u8::from(low),
             }
         };
-        drawn.into_iter().enumerate().map(request).collect()
+        drawn.into_iter().enumerate().map(build_request).collect()
     })
 }
 
@@ -127,12 +136,14 @@ proptest! {
     fn fifo_cores_equal_the_reference(requests in requests(), cores in 1u16..9, latency in 0u64..50, bound in 1u16..5) {
         let requests = with_one_service(&requests);
         let fifo = || FifoCores::new(cores, latency);
-        let expected = |bound, choose| reference(&requests, usize::from(cores), latency, bound, choose);
+        let expected = |bound, choose| reference_departures(&requests, usize::from(cores), latency, bound, choose);
         let bounded = JoinShortestQueue::bounded(cores, bound.try_into().unwrap());
         let unbounded = JoinShortestQueue::unbounded(cores);
-        prop_assert_eq!(simulated(&requests, unbounded, fifo()), expected(u64::MAX, shortest));
-        prop_assert_eq!(simulated(&requests, bounded, fifo()), expected(u64::from(bound), shortest));
-        prop_assert_eq!(simulated(&requests, JoinLightestQueue::new(cores), fifo()), expected(0, lightest));
+        prop_assert_eq!(simulate_departures(&requests, unbounded, fifo()), expected(u64::MAX, choose_shortest_queue));
+        prop_assert_eq!(simulate_departures(&requests, bounded, fifo()),
+            expected(u64::from(bound), choose_shortest_queue));
+        prop_assert_eq!(simulate_departures(&requests, JoinLightestQueue::new(cores), fifo()),
+            expected(0, choose_lightest_queue));
     }
 
     /// Without priorities JBSRQ equals JBSQ, and cores serve in order of arrival.
@@ -149,8 +160,8 @@ proptest! {
         let cores_of_ranked = DisciplineCores::new(cores, latency, PriorityCores::new(cores, 1, 10, 0));
         let bounded = JoinShortestQueue::bounded(cores, depth);
         prop_assert_eq!(
-            simulated(&requests, ranked, cores_of_ranked),
-            simulated(&requests, bounded, FifoCores::new(cores, latency))
+            simulate_departures(&requests, ranked, cores_of_ranked),
+            simulate_departures(&requests, bounded, FifoCores::new(cores, latency))
         );
     }
 
@@ -167,7 +178,8 @@ proptest! {
         let yielding = DisciplineCores::new(cores, latency, PriorityCores::new(cores, 2, quantum, cost));
         let stealing = DisciplineCores::new(cores, latency, StealingCores::new(cores, cost));
         let answers =
-            [simulated(&requests, ranked, yielding), simulated(&requests, RoundRobinCore::new(cores), stealing)];
+            [simulate_departures(&requests, ranked, yielding),
+                simulate_departures(&requests, RoundRobinCore::new(cores), stealing)];
         for left in answers {
             prop_assert_eq!(left.len(), requests.len());
             let mut seen = vec![false; requests.len()];
@@ -188,27 +200,27 @@ proptest! {
         let central = JoinShortestQueue::bounded(cores, std::num::NonZeroU16::MIN);
         let times = |left: Vec<(u64, u32)>| left.into_iter().map(|(left, _)| left).collect::<Vec<_>>();
         prop_assert_eq!(
-            times(simulated(&equal, RoundRobinCore::new(cores), stealing)),
-            times(simulated(&equal, central, FifoCores::new(cores, 0)))
+            times(simulate_departures(&equal, RoundRobinCore::new(cores), stealing)),
+            times(simulate_departures(&equal, central, FifoCores::new(cores, 0)))
         );
     }
 }
 
 #[test]
-fn busy_time_is_counted_continuously() {
+fn busy_time_grows_continuously_during_service() {
     let request =
         |arrived_at, work| Request { arrived_at, work, hash: 0, flow_hash: 0, connection: 0, class: 0, service: 0 };
     fn check<C: Cores>(cores: C, requests: &[Request]) {
         let mut server = NicServer::new(RoundRobinCore::new(1), cores, 1);
-        let mut sink = Responses::default();
+        let mut departures = CollectedDepartures::default();
         for request in requests {
-            server.advance(request.arrived_at, &mut sink);
-            Server::<Responses>::offer(&mut server, *request);
+            server.advance(request.arrived_at, &mut departures);
+            Server::<CollectedDepartures>::offer(&mut server, *request);
         }
         // The interface takes 5: the core works from 15 to 115 and then to 165.
         for (now, busy) in [(40, 25), (120, 105), (165, 150), (200, 150)] {
-            server.advance(now, &mut sink);
-            assert_eq!(Server::<Responses>::busy_times(&server, now), [busy], "at {now}");
+            server.advance(now, &mut departures);
+            assert_eq!(Server::<CollectedDepartures>::busy_times(&server, now), [busy], "at {now}");
         }
     }
     let requests = [request(10, 100), request(20, 50)];

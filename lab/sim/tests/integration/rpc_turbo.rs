@@ -5,16 +5,16 @@ use coreward_sim::rpc::{Config, PeakConfig, find_peak_load, run};
 /// Latency between NIC and cores: 550 ns for requests of 2 us (Sect. VII-D).
 const INTERFACE_LATENCY: f64 = 0.275;
 
-fn peak_load(policy: &str, cores: u16, service: &str, latency: f64, slo: f64) -> f64 {
+fn find_policy_peak_load(policy: &str, cores: u16, service: &str, latency: f64, slo: f64) -> f64 {
     let (policy, service) = (policy.parse().unwrap(), service.parse().unwrap());
     let config = Config { policy, cores, service, latency, requests: 200_000, ..Config::default() };
     find_peak_load(&PeakConfig { config, slo, seeds: 1..=3, steps: 9, ..PeakConfig::default() }).unwrap().peak_load
 }
 
 #[test]
-fn fig_2b_jsq_peak_over_the_others_at_two_slos() {
+fn jsq_peak_load_exceeds_that_of_other_policies_as_in_turbo_figure_2b() {
     // 16 cores; 10 % of the requests take 5 times as long; the interface takes 25 % of the mean service time of 1.4.
-    let peak_load = |policy, slo| peak_load(policy, 16, "bimodal:0.1:5", 0.35, slo);
+    let peak_load = |policy, slo| find_policy_peak_load(policy, 16, "bimodal:0.1:5", 0.35, slo);
     for (slo, published) in [(30.0, [1.5, 1.2, 1.1]), (10.0, [1.5, 2.0, 1.4])] {
         let jsq = peak_load("jsq", slo);
         for (policy, published) in ["cfcfs", "random", "rr"].into_iter().zip(published) {
@@ -25,8 +25,8 @@ fn fig_2b_jsq_peak_over_the_others_at_two_slos() {
 }
 
 #[test]
-fn fig_11_rebalanced_buckets_lose_to_placed_requests() {
-    let p99 = |policy: &str| {
+fn rebalanced_rss_has_a_longer_tail_than_jsq_as_in_turbo_figure_11() {
+    let policy_p99 = |policy: &str| {
         let policy = policy.parse().unwrap();
         let requests = 1_000_000;
         run(&Config { policy, cores: 12, latency: INTERFACE_LATENCY, load: 0.8, requests, ..Config::default() })
@@ -34,17 +34,17 @@ fn fig_11_rebalanced_buckets_lose_to_placed_requests() {
             .all
             .p99
     };
-    let [jsq, rr, random] = ["jsq", "rr", "random"].map(p99);
+    let [jsq, rr, random] = ["jsq", "rr", "random"].map(policy_p99);
     // 100 us and 1 ms, in service times of 2 us.
-    let [often, rarely] = ["rss-rebalanced:50", "rss-rebalanced:500"].map(p99);
+    let [often, rarely] = ["rss-rebalanced:50", "rss-rebalanced:500"].map(policy_p99);
     assert!((rarely / random - 1.0).abs() < 0.1, "1 ms is like random: {rarely} against {random}");
     assert!((2.5..3.0).contains(&(often / jsq)), "100 us has almost three times jsq's tail: {}", often / jsq);
     assert!(rr < often && often < rarely, "rr is below both: {rr}, {often}, {rarely}");
 }
 
 #[test]
-fn fig_12_jsq_and_jlq_stay_near_processor_sharing() {
-    let peak_load = |policy, service| peak_load(policy, 16, service, INTERFACE_LATENCY, 30.0);
+fn jsq_and_jlq_are_near_processor_sharing_as_in_turbo_figure_12() {
+    let peak_load = |policy, service| find_policy_peak_load(policy, 16, service, INTERFACE_LATENCY, 30.0);
     for (service, jsq_within, jlq_within) in
         [("bimodal:0.4:20", 0.20, 0.11), ("bimodal:0.2:20", 0.20, 0.11), ("bimodal:0.2:8", 0.05, 0.05)]
     {

@@ -26,7 +26,7 @@ const RNG_STREAM_FALSE_REPORTS: u64 = 0x6368_6103;
 const FALSE_REPORT_INTERVAL: Duration = Duration::from_millis(1);
 const HONEST_INTERVAL: Duration = Duration::from_millis(100);
 /// Interval of attempts to register as the server. The controller rejects them until the real agent has been silent.
-const RETRY_INTERVAL: Duration = Duration::from_millis(100);
+const REGISTRATION_RETRY_INTERVAL: Duration = Duration::from_millis(100);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Maximum duration of a stream, after which the impostor leaves it and registers again.
 const STREAM_TIMEOUT: Duration = Duration::from_secs(2);
@@ -38,13 +38,13 @@ const FLOOD_CONNECTION_COUNT: usize = 64;
 pub struct FalseReportCounters {
     pub reports: AtomicU64,
     /// Number of silent or malformed connections.
-    pub connections: AtomicU64,
+    pub flood_connection_count: AtomicU64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FalseReportKind {
     /// All kinds of false reports, for any server, together with a flood of connections.
-    FullControl,
+    AllKinds,
     /// Only a false load: reports of idle cores at an agent's usual interval, so that new connections arrive.
     Load,
 }
@@ -54,9 +54,9 @@ pub enum FalseReportKind {
 pub struct ByzantineAgent {
     pub server: u16,
     /// Certificate and key of the real agent.
-    pub stolen_files: CredentialFiles,
+    pub stolen_credentials: CredentialFiles,
     /// Addresses of the controllers and of the rack controllers.
-    pub controllers: Vec<SocketAddr>,
+    pub controller_addresses: Vec<SocketAddr>,
     /// Kind of the false reports.
     pub kind: FalseReportKind,
 }
@@ -70,15 +70,16 @@ impl ByzantineAgent {
         false_reports: &FalseReportCounters,
         done: &AtomicBool,
     ) -> anyhow::Result<()> {
-        let tls = Tls::load(self.stolen_files.clone())?;
-        machine.within(|| {
+        let tls = Tls::load(self.stolen_credentials.clone())?;
+        machine.run_within(|| {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
             runtime.block_on(async {
                 let mut rng = seeded_rng(self.server.into(), RNG_STREAM_FALSE_REPORTS);
                 while !done.load(Ordering::Relaxed) {
-                    let to = self.controllers[uniform_below(&mut rng, self.controllers.len() as u32) as usize];
+                    let to = self.controller_addresses
+                        [uniform_below(&mut rng, self.controller_addresses.len() as u32) as usize];
                     let _ = self.run_stream(to, &tls, &mut rng, false_reports, done).await;
-                    tokio::time::sleep(RETRY_INTERVAL).await;
+                    tokio::time::sleep(REGISTRATION_RETRY_INTERVAL).await;
                 }
             });
             Ok(())
@@ -117,14 +118,14 @@ impl ByzantineAgent {
 
 /// Opens many connections, sends random bytes on some, and closes all once the last one is open.
 fn flood(address: SocketAddr, rng: &mut Xoshiro256PlusPlus, false_reports: &FalseReportCounters) {
-    let mut open = Vec::with_capacity(FLOOD_CONNECTION_COUNT);
+    let mut open_connections = Vec::with_capacity(FLOOD_CONNECTION_COUNT);
     for _ in 0..FLOOD_CONNECTION_COUNT {
         let Ok(mut stream) = TcpStream::connect_timeout(&address, CONNECT_TIMEOUT) else { return };
-        let nonsense: Vec<u8> = (0..uniform_below(rng, 200)).map(|_| uniform_below(rng, 256) as u8).collect();
+        let random_bytes: Vec<u8> = (0..uniform_below(rng, 200)).map(|_| uniform_below(rng, 256) as u8).collect();
         // The controller may close the connection immediately.
-        let _ = stream.write_all(&nonsense);
-        false_reports.connections.fetch_add(1, Ordering::Relaxed);
-        open.push(stream);
+        let _ = stream.write_all(&random_bytes);
+        false_reports.flood_connection_count.fetch_add(1, Ordering::Relaxed);
+        open_connections.push(stream);
     }
 }
 
@@ -163,12 +164,12 @@ async fn send_reports(
 
 /// Returns a report that is correct except for its idle cores, which attract new connections.
 fn idle_report(sequence: u64) -> v1::Report {
-    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_nanos() as u64;
+    let now_unix_ns = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_nanos() as u64;
     v1::Report {
         sequence,
-        sent_unix_ns: now,
+        sent_unix_ns: now_unix_ns,
         time_to_live_ms: 300,
-        measured_ns: now,
+        measured_ns: now_unix_ns,
         core_busy_ns: vec![0; 2],
         rss_generation: 1,
         ..v1::Report::default()

@@ -4,25 +4,25 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use coreward_model::allowance::MAX_SHARE_MULTIPLE;
+use coreward_model::allowance::MAX_FAIR_SHARE_MULTIPLE;
 use serde::Serialize;
 
-use crate::http::Connection;
+use crate::http::HttpConnection;
 use crate::interrupt;
 
 /// Time for which the impostor reports idle cores (s).
-const IMPOSTOR_SECONDS: usize = 30;
+const IMPOSTURE_SECONDS: usize = 30;
 /// Duration of the first measurement (s). The controller limits a server only after it has counted connections.
 const INITIAL_MEASUREMENT_SECONDS: usize = 5;
 /// Duration of the last measurement (s), during which the controller's limit must be in force.
 const FINAL_MEASUREMENT_SECONDS: usize = 10;
 /// Delay of the controller's connection counts (s), in which the share may exceed the limit. The controller counts four
 /// times a second, and load balancers report ten times a second.
-const MAX_LAG_SECONDS: f64 = 0.35;
+const MAX_COUNT_DELAY_SECONDS: f64 = 0.35;
 /// Interval between connections.
 const CONNECTION_INTERVAL: Duration = Duration::from_millis(8);
 /// Number of standard deviations by which a random share may exceed the limit.
-const MAX_DEVIATIONS: f64 = 5.0;
+const MAX_STANDARD_DEVIATIONS: f64 = 5.0;
 
 /// New connections that reached the server of an impostor.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -37,14 +37,14 @@ impl ByzantineShare {
     /// Fails when a connection breaks, or after a signal.
     pub fn measure(service: SocketAddr, impostor: u16, servers: u16) -> anyhow::Result<Self> {
         let start = Instant::now();
-        let mut seconds = vec![[0, 0]; IMPOSTOR_SECONDS];
-        while let Some([drawn, all]) = seconds.get_mut(start.elapsed().as_secs() as usize) {
+        let mut counts_by_second = vec![[0, 0]; IMPOSTURE_SECONDS];
+        while let Some([drawn, all]) = counts_by_second.get_mut(start.elapsed().as_secs() as usize) {
             interrupt::ensure_not_interrupted()?;
-            *drawn += u64::from(Connection::open_to(service, None)?.query_worker()?.server == impostor);
+            *drawn += u64::from(HttpConnection::open_to(service, None)?.query_worker()?.server == impostor);
             *all += 1;
             std::thread::sleep(CONNECTION_INTERVAL);
         }
-        Ok(Self { fair_share: 1.0 / f64::from(servers), seconds })
+        Ok(Self { fair_share: 1.0 / f64::from(servers), seconds: counts_by_second })
     }
 
     /// Returns the server's share of the connections (0 to 1), and the number of all connections.
@@ -58,11 +58,11 @@ impl ByzantineShare {
     }
 
     fn final_share_and_count(&self) -> (f64, u64) {
-        Self::share_and_count(&self.seconds[IMPOSTOR_SECONDS - FINAL_MEASUREMENT_SECONDS..])
+        Self::share_and_count(&self.seconds[IMPOSTURE_SECONDS - FINAL_MEASUREMENT_SECONDS..])
     }
 
     fn max_share(&self) -> f64 {
-        MAX_SHARE_MULTIPLE * self.fair_share
+        MAX_FAIR_SHARE_MULTIPLE * self.fair_share
     }
 
     /// Returns whether the server got significantly more connections than the controller allows.
@@ -70,16 +70,16 @@ impl ByzantineShare {
         let (limit, (share, connections)) = (self.max_share(), self.final_share_and_count());
         share
             > limit
-                + MAX_LAG_SECONDS / FINAL_MEASUREMENT_SECONDS as f64
-                + MAX_DEVIATIONS * (limit * (1.0 - limit) / connections as f64).sqrt()
+                + MAX_COUNT_DELAY_SECONDS / FINAL_MEASUREMENT_SECONDS as f64
+                + MAX_STANDARD_DEVIATIONS * (limit * (1.0 - limit) / connections as f64).sqrt()
     }
 }
 
 impl fmt::Display for ByzantineShare {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let percent = [self.initial_share(), self.final_share_and_count().0, self.fair_share, self.max_share()]
+        let percentages = [self.initial_share(), self.final_share_and_count().0, self.fair_share, self.max_share()]
             .map(|share| 100.0 * share);
-        let [at_first, at_last, fair_share, limit] = percent;
+        let [at_first, at_last, fair_share, limit] = percentages;
         write!(
             f,
             "{at_first:.1} % of new connections in the first {INITIAL_MEASUREMENT_SECONDS} s, \
@@ -94,16 +94,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn random_shares_stay_below_the_limit() {
-        let last = |drawn| ByzantineShare {
+    fn random_shares_do_not_exceed_the_limit() {
+        let share_in_last_seconds = |drawn| ByzantineShare {
             fair_share: 0.25,
             seconds: [
-                vec![[100, 100]; IMPOSTOR_SECONDS - FINAL_MEASUREMENT_SECONDS],
+                vec![[100, 100]; IMPOSTURE_SECONDS - FINAL_MEASUREMENT_SECONDS],
                 vec![[drawn, 100]; FINAL_MEASUREMENT_SECONDS],
             ]
             .concat(),
         };
-        assert!(!last(61).is_over_limit());
-        assert!(last(62).is_over_limit());
+        assert!(!share_in_last_seconds(61).is_over_limit());
+        assert!(share_in_last_seconds(62).is_over_limit());
     }
 }

@@ -57,12 +57,12 @@ pub struct WriteCounts {
 
 /// Configuration that should be in force, according to the acknowledged changes.
 #[derive(Debug, Default)]
-pub struct ConfigModel {
+pub struct ExpectedConfig {
     generation: u64,
-    text: String,
+    document_text: String,
     /// Documents whose application was not answered; any of them may be in force.
     unanswered_documents: Vec<String>,
-    drains: ExpectedDrains,
+    expected_drains: ExpectedDrains,
 }
 
 /// Changes the configuration repeatedly. One thread makes the changes; others may read the counts.
@@ -94,59 +94,59 @@ impl<'a> ConfigWriter<'a> {
         changes: u64,
         interval: Duration,
         done: &AtomicBool,
-    ) -> anyhow::Result<ConfigModel> {
-        let mut model = ConfigModel::default();
-        (model.generation, model.text) = self.query_document()?;
-        let mut due = Instant::now();
-        let mut made = 0u64;
+    ) -> anyhow::Result<ExpectedConfig> {
+        let mut expected_config = ExpectedConfig::default();
+        (expected_config.generation, expected_config.document_text) = self.query_document()?;
+        let mut next_change_time = Instant::now();
+        let mut attempted_changes = 0u64;
         while !done.load(Ordering::Relaxed) {
-            if self.write_counts().acknowledged >= changes || Instant::now() < due {
+            if self.write_counts().acknowledged >= changes || Instant::now() < next_change_time {
                 std::thread::sleep(Duration::from_millis(10));
                 continue;
             }
-            due = (due + interval).max(Instant::now() - 10 * interval);
-            made += 1;
-            documents.apply_random_change(&model.drains.possibly_drained());
-            if !self.apply_change(&mut model, &documents)? {
+            next_change_time = (next_change_time + interval).max(Instant::now() - 10 * interval);
+            attempted_changes += 1;
+            documents.apply_random_change(&expected_config.expected_drains.possibly_drained());
+            if !self.apply_document(&mut expected_config, &documents)? {
                 std::thread::sleep(RETRY_PAUSE);
             }
-            if made.is_multiple_of(CHANGES_PER_DRAIN) {
-                self.drain_or_undrain(&mut model, &mut documents);
+            if attempted_changes.is_multiple_of(CHANGES_PER_DRAIN) {
+                self.drain_or_undrain(&mut expected_config, &mut documents);
             }
-            if made.is_multiple_of(CHANGES_PER_INVALID_CHANGE) {
-                self.try_invalid_document(&mut model, &documents.invalid_document())?;
+            if attempted_changes.is_multiple_of(CHANGES_PER_INVALID_CHANGE) {
+                self.try_invalid_document(&mut expected_config, &documents.next_invalid_document())?;
             }
-            if made.is_multiple_of(CHANGES_PER_KEY_ROTATION) {
-                self.try_rotation();
+            if attempted_changes.is_multiple_of(CHANGES_PER_KEY_ROTATION) {
+                self.try_key_rotation();
             }
-            if made.is_multiple_of(CHANGES_PER_STATE_CHECK) {
-                self.check_state(&mut model);
+            if attempted_changes.is_multiple_of(CHANGES_PER_STATE_CHECK) {
+                self.compare_with_controller(&mut expected_config);
             }
         }
-        documents.restore();
-        let end = Instant::now() + LAST_CHANGES_TIMEOUT;
-        while !self.apply_change(&mut model, &documents)? {
-            ensure!(Instant::now() < end, "the last change is not acknowledged");
+        documents.restore_initial_document();
+        let deadline = Instant::now() + LAST_CHANGES_TIMEOUT;
+        while !self.apply_document(&mut expected_config, &documents)? {
+            ensure!(Instant::now() < deadline, "the last change is not acknowledged");
             std::thread::sleep(RETRY_PAUSE);
         }
         // One server stays drained while all controllers restart.
-        self.undrain_all_but(&mut model, 1)?;
-        self.compare_final(&mut model)?;
-        Ok(model)
+        self.undrain_all_but(&mut expected_config, 1)?;
+        self.compare_final(&mut expected_config)?;
+        Ok(expected_config)
     }
 
     /// Compares the configuration in force with the expected one. Fails when the controller does not answer.
-    pub fn compare_final(&self, model: &mut ConfigModel) -> anyhow::Result<()> {
-        ensure!(self.check_state(model), "the controller does not return what is in force");
+    pub fn compare_final(&self, model: &mut ExpectedConfig) -> anyhow::Result<()> {
+        ensure!(self.compare_with_controller(model), "the controller does not return what is in force");
         Ok(())
     }
 
     /// Undrains servers until only `left` are drained by command. Fails when an undrain is not acknowledged in time.
-    pub fn undrain_all_but(&self, model: &mut ConfigModel, left: usize) -> anyhow::Result<()> {
-        let end = Instant::now() + LAST_CHANGES_TIMEOUT;
-        for server in model.drains.possibly_drained().into_iter().skip(left) {
+    pub fn undrain_all_but(&self, model: &mut ExpectedConfig, left: usize) -> anyhow::Result<()> {
+        let deadline = Instant::now() + LAST_CHANGES_TIMEOUT;
+        for server in model.expected_drains.possibly_drained().into_iter().skip(left) {
             while !self.request_drain(model, server, false) {
-                ensure!(Instant::now() < end, "that s{server} is no longer drained is not acknowledged");
+                ensure!(Instant::now() < deadline, "that s{server} is no longer drained is not acknowledged");
                 std::thread::sleep(RETRY_PAUSE);
             }
         }
@@ -154,14 +154,14 @@ impl<'a> ConfigWriter<'a> {
     }
 
     /// Applies the current document of `documents`. Returns whether the controller acknowledged it.
-    fn apply_change(&self, model: &mut ConfigModel, documents: &DocumentGenerator) -> anyhow::Result<bool> {
+    fn apply_document(&self, model: &mut ExpectedConfig, documents: &DocumentGenerator) -> anyhow::Result<bool> {
         let (text, present) = (documents.text(), documents.present_servers());
         fs::write(&self.document_path, &text)?;
         // An unanswered attempt may be in force now.
-        if !model.unanswered_documents.is_empty() && !self.check_state(model) {
+        if !model.unanswered_documents.is_empty() && !self.compare_with_controller(model) {
             return Ok(false);
         }
-        match self.apply() {
+        match self.apply_document_file() {
             Ok(generation) => {
                 if generation <= model.generation {
                     self.record_violation(format!(
@@ -169,14 +169,14 @@ impl<'a> ConfigWriter<'a> {
                         model.generation
                     ));
                 }
-                model.drains.record_document(&present, true);
-                (model.generation, model.text) = (generation, text);
+                model.expected_drains.record_document(&present, true);
+                (model.generation, model.document_text) = (generation, text);
                 model.unanswered_documents.clear();
                 self.update_counts(|writes| writes.acknowledged += 1);
                 Ok(true)
             }
             Err(_) => {
-                model.drains.record_document(&present, false);
+                model.expected_drains.record_document(&present, false);
                 model.unanswered_documents.push(text);
                 self.update_counts(|writes| writes.unanswered += 1);
                 Ok(false)
@@ -185,19 +185,19 @@ impl<'a> ConfigWriter<'a> {
     }
 
     /// Drains another server if enough others remain; otherwise ends a drain.
-    fn drain_or_undrain(&self, model: &mut ConfigModel, documents: &mut DocumentGenerator) {
-        let drained = model.drains.possibly_drained();
-        let next = documents.next_drain(&drained).map(|server| (server, true));
-        if let Some((server, drain)) = next.or_else(|| drained.first().map(|server| (*server, false))) {
+    fn drain_or_undrain(&self, model: &mut ExpectedConfig, documents: &mut DocumentGenerator) {
+        let drained_servers = model.expected_drains.possibly_drained();
+        let next_drain = documents.next_drain(&drained_servers).map(|server| (server, true));
+        if let Some((server, drain)) = next_drain.or_else(|| drained_servers.first().map(|server| (*server, false))) {
             self.request_drain(model, server, drain);
         }
     }
 
     /// Requests a drain (`drain`) or an undrain of a server. Returns whether the controller acknowledged it.
-    fn request_drain(&self, model: &mut ConfigModel, server: u16, drain: bool) -> bool {
+    fn request_drain(&self, model: &mut ExpectedConfig, server: u16, drain: bool) -> bool {
         let command = if drain { "drain" } else { "undrain" };
         let is_acknowledged = self.operator.run_coreward(&[command, &format!("s{server}")]).is_ok();
-        model.drains.record_request(server, drain, is_acknowledged);
+        model.expected_drains.record_request(server, drain, is_acknowledged);
         self.update_counts(|writes| {
             *if is_acknowledged { &mut writes.drains } else { &mut writes.drains_unanswered } += 1
         });
@@ -205,19 +205,19 @@ impl<'a> ConfigWriter<'a> {
     }
 
     /// Tries to apply an invalid document, and records a violation if it is accepted.
-    fn try_invalid_document(&self, model: &mut ConfigModel, text: &str) -> anyhow::Result<()> {
+    fn try_invalid_document(&self, model: &mut ExpectedConfig, text: &str) -> anyhow::Result<()> {
         fs::write(&self.document_path, text)?;
         self.update_counts(|writes| writes.invalid_documents += 1);
-        if let Ok(generation) = self.apply() {
+        if let Ok(generation) = self.apply_document_file() {
             self.record_violation(format!("a document with a mistake is in force as generation {generation}:\n{text}"));
-            (model.generation, model.text) = self.query_document()?;
+            (model.generation, model.document_text) = self.query_document()?;
         }
         Ok(())
     }
 
     /// Requests a key rotation, which must be rejected: the keys are minutes old, and cookies are valid for a day,
     /// whatever the clock.
-    fn try_rotation(&self) {
+    fn try_key_rotation(&self) {
         self.update_counts(|writes| writes.rotations += 1);
         if let Ok(answer) = self.operator.run_coreward(&["keys", "rotate"]) {
             self.record_violation(format!("keys that are minutes old are rotated: {answer}"));
@@ -225,35 +225,36 @@ impl<'a> ConfigWriter<'a> {
     }
 
     /// Compares the configuration in force with the expected one. Returns false when the controller does not answer.
-    fn check_state(&self, model: &mut ConfigModel) -> bool {
+    fn compare_with_controller(&self, model: &mut ExpectedConfig) -> bool {
         let Ok((generation, text)) = self.query_document() else { return false };
-        let Ok(status) = self.status() else { return false };
+        let Ok(status) = self.query_status() else { return false };
         self.update_counts(|writes| writes.status_queries += 1);
-        model.drains.compare_with_status(&status).into_iter().for_each(|wrong| self.record_violation(wrong));
-        if text == model.text && generation == model.generation {
+        model.expected_drains.compare_with_status(&status).into_iter().for_each(|wrong| self.record_violation(wrong));
+        if text == model.document_text && generation == model.generation {
             return true;
         }
         if generation > model.generation && model.unanswered_documents.contains(&text) {
             self.update_counts(|writes| writes.unanswered_in_force += 1);
         } else {
-            let first = |text: &str| text.lines().next().unwrap_or_default().to_owned();
+            let first_line = |text: &str| text.lines().next().unwrap_or_default().to_owned();
             self.record_violation(format!(
                 "a write is lost: generation {} ({:?}) was acknowledged, {generation} ({:?}) is in force",
                 model.generation,
-                first(&model.text),
-                first(&text)
+                first_line(&model.document_text),
+                first_line(&text)
             ));
         }
         // Earlier attempts cannot be in force any more: each requires the generation that it replaces.
-        model.unanswered_documents = documents_after(std::mem::take(&mut model.unanswered_documents), &text);
-        (model.generation, model.text) = (generation, text);
+        model.unanswered_documents =
+            attempts_after_document_in_force(std::mem::take(&mut model.unanswered_documents), &text);
+        (model.generation, model.document_text) = (generation, text);
         true
     }
 
     /// Applies the document in the file. Returns the generation that is in force after the change.
-    fn apply(&self) -> anyhow::Result<u64> {
-        let file = self.document_path.display().to_string();
-        let answer = self.operator.run_coreward(&["apply", "--yes", &file])?;
+    fn apply_document_file(&self) -> anyhow::Result<u64> {
+        let document_path_text = self.document_path.display().to_string();
+        let answer = self.operator.run_coreward(&["apply", "--yes", &document_path_text])?;
         let generation = answer.lines().find_map(|line| line.strip_prefix("generation ")?.strip_suffix(" is in force"));
         match generation.map(str::parse) {
             Some(Ok(generation)) => Ok(generation),
@@ -269,7 +270,7 @@ impl<'a> ConfigWriter<'a> {
         Ok((generation, answer["text"].as_str().context("a document without a text")?.to_owned()))
     }
 
-    fn status(&self) -> anyhow::Result<serde_json::Value> {
+    fn query_status(&self) -> anyhow::Result<serde_json::Value> {
         Ok(serde_json::from_str(&self.operator.run_coreward(&["status", "--format", "json"])?)?)
     }
 
@@ -282,7 +283,7 @@ impl<'a> ConfigWriter<'a> {
     }
 }
 
-fn documents_after(attempts: Vec<String>, in_force: &str) -> Vec<String> {
+fn attempts_after_document_in_force(attempts: Vec<String>, in_force: &str) -> Vec<String> {
     let position = attempts.iter().position(|text| text == in_force);
     attempts.into_iter().skip(position.map_or(0, |position| position + 1)).collect()
 }
@@ -292,10 +293,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn document_in_force_decides_unanswered_attempts() {
+    fn attempts_before_the_document_in_force_are_discarded() {
         let attempts = ["a", "b", "c"].map(String::from).to_vec();
-        assert_eq!(documents_after(attempts.clone(), "b"), ["c"]);
-        assert_eq!(documents_after(attempts.clone(), "c"), [""; 0]);
-        assert_eq!(documents_after(attempts.clone(), "x"), attempts);
+        assert_eq!(attempts_after_document_in_force(attempts.clone(), "b"), ["c"]);
+        assert_eq!(attempts_after_document_in_force(attempts.clone(), "c"), [""; 0]);
+        assert_eq!(attempts_after_document_in_force(attempts.clone(), "x"), attempts);
     }
 }

@@ -8,33 +8,33 @@ use anyhow::Context as _;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
 /// Mount option for the size of the disk: many times the size of a store of a few servers.
-const SIZE_OPTION: &str = "size=8m";
+const TMPFS_SIZE_OPTION: &str = "size=8m";
 
 /// Mounted file system in memory, which emulates a small disk. It is unmounted when dropped.
 #[derive(Debug)]
 pub struct TmpfsDisk {
-    path: PathBuf,
+    mount_point: PathBuf,
 }
 
 impl TmpfsDisk {
     /// Creates the directory `path` and mounts a small file system on it.
     pub fn mount(path: &Path) -> anyhow::Result<Self> {
         fs::create_dir_all(path)?;
-        mount(Some("tmpfs"), path, Some("tmpfs"), MsFlags::empty(), Some(SIZE_OPTION))
+        mount(Some("tmpfs"), path, Some("tmpfs"), MsFlags::empty(), Some(TMPFS_SIZE_OPTION))
             .with_context(|| format!("cannot mount a file system at {}", path.display()))?;
-        Ok(Self { path: path.to_owned() })
+        Ok(Self { mount_point: path.to_owned() })
     }
 
     pub fn path(&self) -> &Path {
-        &self.path
+        &self.mount_point
     }
 
     /// Fills the disk to the last byte. Fails on any error other than a full disk.
     pub fn fill(&self) -> anyhow::Result<()> {
-        let mut file = File::create(self.filler_path())?;
+        let mut filler_file = File::create(self.filler_path())?;
         let mut piece = vec![0xff; 64 << 10];
         while !piece.is_empty() {
-            match file.write(&piece) {
+            match filler_file.write(&piece) {
                 Ok(written) if written == piece.len() => {}
                 // Smaller and smaller writes, so that no page stays free.
                 Ok(_) => piece.truncate(piece.len() / 2),
@@ -47,20 +47,20 @@ impl TmpfsDisk {
 
     /// Removes the file that fills the disk. Fails when the disk was not full.
     pub fn remove_filler(&self) -> anyhow::Result<()> {
-        fs::remove_file(self.filler_path()).with_context(|| format!("nothing fills {}", self.path.display()))
+        fs::remove_file(self.filler_path()).with_context(|| format!("nothing fills {}", self.mount_point.display()))
     }
 
     fn filler_path(&self) -> PathBuf {
-        self.path.join("filler")
+        self.mount_point.join("filler")
     }
 }
 
 impl Drop for TmpfsDisk {
     fn drop(&mut self) {
-        if let Err(error) = umount2(&self.path, MntFlags::MNT_DETACH) {
+        if let Err(error) = umount2(&self.mount_point, MntFlags::MNT_DETACH) {
             tracing::warn!(
                 event = "disk-not-unmounted",
-                path = %self.path.display(),
+                path = %self.mount_point.display(),
                 %error,
                 "the disk of the chaos test stays mounted: unmount it"
             );

@@ -7,58 +7,58 @@ use std::net::SocketAddr;
 use coreward_model::rss::{seeded_rng, uniform_below};
 use rand_xoshiro::Xoshiro256PlusPlus;
 
-use crate::addresses::{rack_name, server_address};
+use crate::addresses::{rack_controller_name, server_address};
 use crate::network_options::NetworkOptions;
 
 /// Random number stream of [`seeded_rng`] for the configuration changes.
 const RNG_STREAM_CHANGES: u64 = 0x6368_6102;
 /// Minimum number of servers that take new connections.
 const MIN_ACTIVE_SERVERS: usize = 2;
-const POLICIES: [&str; 6] = ["crossrss", "crossrss-plus", "rr", "hash", "least", "pow2"];
+const POLICY_NAMES: [&str; 6] = ["crossrss", "crossrss-plus", "rr", "hash", "least", "pow2"];
 
 /// State of a server's entry in the fleet's document.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct ServerEntry {
-    draining: bool,
+    is_draining: bool,
     weight: u32,
     /// Whether the server's agent must connect to a controller directly, not through a rack controller.
     needs_controller: bool,
 }
 
 /// Initial state of every server's entry.
-const ACTIVE_ENTRY: ServerEntry = ServerEntry { draining: false, weight: 1, needs_controller: false };
+const INITIAL_ENTRY: ServerEntry = ServerEntry { is_draining: false, weight: 1, needs_controller: false };
 
 /// Generator of random fleet documents; it holds the state of the newest one.
 #[derive(Debug, Clone)]
 pub struct DocumentGenerator {
     rng: Xoshiro256PlusPlus,
     services: Vec<(String, SocketAddr, &'static str)>,
-    policies: Vec<&'static str>,
+    service_policies: Vec<&'static str>,
     network: NetworkOptions,
-    servers: BTreeMap<u16, Option<ServerEntry>>,
+    server_entries: BTreeMap<u16, Option<ServerEntry>>,
     /// Rack controllers that the agent of each server may use.
-    server_racks: BTreeMap<u16, Vec<u16>>,
+    server_rack_numbers: BTreeMap<u16, Vec<u16>>,
     report_interval_ms: u32,
     revision: u64,
 }
 
 impl DocumentGenerator {
     /// Creates a generator whose document has all `servers` active. `services`: name, address, and further lines of
-    /// each. `server_racks`: rack controllers that the agent of each server may use; empty without racks.
+    /// each. `server_rack_numbers`: rack controllers that the agent of each server may use; empty without racks.
     pub fn new(
         seed: u64,
         network: NetworkOptions,
         servers: &[u16],
         services: Vec<(String, SocketAddr, &'static str)>,
-        server_racks: BTreeMap<u16, Vec<u16>>,
+        server_rack_numbers: BTreeMap<u16, Vec<u16>>,
     ) -> Self {
         Self {
             rng: seeded_rng(seed, RNG_STREAM_CHANGES),
-            policies: vec![POLICIES[0]; services.len()],
+            service_policies: vec![POLICY_NAMES[0]; services.len()],
             services,
             network,
-            servers: servers.iter().map(|number| (*number, Some(ACTIVE_ENTRY))).collect(),
-            server_racks,
+            server_entries: servers.iter().map(|number| (*number, Some(INITIAL_ENTRY))).collect(),
+            server_rack_numbers,
             report_interval_ms: 100,
             revision: 0,
         }
@@ -67,25 +67,25 @@ impl DocumentGenerator {
     /// Returns the text of the document, with a revision number that makes it unique.
     pub fn text(&self) -> String {
         let mut text = format!("# {}\nreport_interval = \"{}ms\"\n", self.revision, self.report_interval_ms);
-        let racks: BTreeSet<u16> = self.server_racks.values().flatten().copied().collect();
-        let _ = writeln!(text, "racks = {:?}", rack_names(&racks));
-        for (number, entry) in &self.servers {
-            let Some(ServerEntry { draining, weight, needs_controller }) = entry else { continue };
+        let rack_numbers: BTreeSet<u16> = self.server_rack_numbers.values().flatten().copied().collect();
+        let _ = writeln!(text, "racks = {:?}", rack_controller_names(&rack_numbers));
+        for (number, entry) in &self.server_entries {
+            let Some(ServerEntry { is_draining: draining, weight, needs_controller }) = entry else { continue };
             let (address, state) =
                 (self.network.family.address(server_address(*number)), if *draining { "draining" } else { "active" });
             let _ = writeln!(
                 text,
                 "\n[[server]]\nname = \"s{number}\"\naddress = \"{address}\"\nstate = \"{state}\"\nweight = {weight}"
             );
-            let racks = self.server_racks.get(number).into_iter().flatten().filter(|_| !needs_controller);
-            let _ = writeln!(text, "racks = {:?}", rack_names(racks));
+            let racks = self.server_rack_numbers.get(number).into_iter().flatten().filter(|_| !needs_controller);
+            let _ = writeln!(text, "racks = {:?}", rack_controller_names(racks));
         }
-        let forwarding = self.network.forwarding.name();
-        for ((name, address, more), policy) in self.services.iter().zip(&self.policies) {
+        let forwarding_name = self.network.forwarding.name();
+        for ((name, address, more), policy) in self.services.iter().zip(&self.service_policies) {
             let _ = write!(
                 text,
                 "\n[[service]]\nname = \"{name}\"\nvip = \"{address}\"\npolicy = \"{policy}\"\n\
-                 forwarding = \"{forwarding}\"\n{more}"
+                 forwarding = \"{forwarding_name}\"\n{more}"
             );
         }
         text
@@ -93,23 +93,24 @@ impl DocumentGenerator {
 
     /// Returns the numbers of the servers in the document.
     pub fn present_servers(&self) -> BTreeSet<u16> {
-        self.servers.iter().filter(|(_, entry)| entry.is_some()).map(|(number, _)| *number).collect()
+        self.server_entries.iter().filter(|(_, entry)| entry.is_some()).map(|(number, _)| *number).collect()
     }
 
     /// Returns a server to drain next, if enough other servers take new connections. `drained`: servers that are or may
     /// be drained.
     pub fn next_drain(&mut self, drained: &BTreeSet<u16>) -> Option<u16> {
-        let present: Vec<u16> = self.present_servers().into_iter().filter(|number| !drained.contains(number)).collect();
-        let number = *present.get(self.random_below(present.len().max(1) as u32) as usize)?;
-        self.can_leave(number, drained).then_some(number)
+        let undrained_servers: Vec<u16> =
+            self.present_servers().into_iter().filter(|number| !drained.contains(number)).collect();
+        let number = *undrained_servers.get(self.random_below(undrained_servers.len().max(1) as u32) as usize)?;
+        self.can_be_removed(number, drained).then_some(number)
     }
 
     /// Returns whether enough other servers take new connections when server `number` leaves.
-    fn can_leave(&self, number: u16, drained: &BTreeSet<u16>) -> bool {
-        let takes_new = |(other, entry): &(&u16, &Option<ServerEntry>)| {
-            **other != number && entry.is_some_and(|entry| !entry.draining) && !drained.contains(other)
+    fn can_be_removed(&self, number: u16, drained: &BTreeSet<u16>) -> bool {
+        let takes_connections = |(other, entry): &(&u16, &Option<ServerEntry>)| {
+            **other != number && entry.is_some_and(|entry| !entry.is_draining) && !drained.contains(other)
         };
-        self.servers.iter().filter(takes_new).count() >= MIN_ACTIVE_SERVERS
+        self.server_entries.iter().filter(takes_connections).count() >= MIN_ACTIVE_SERVERS
     }
 
     /// Makes one random change to the document. `drained`: servers that are or may be drained by command.
@@ -117,31 +118,32 @@ impl DocumentGenerator {
         self.revision += 1;
         match self.random_below(8) {
             0 => {
-                let service = self.random_below(self.policies.len() as u32) as usize;
-                self.policies[service] = POLICIES[self.random_below(POLICIES.len() as u32) as usize];
+                let service_index = self.random_below(self.service_policies.len() as u32) as usize;
+                self.service_policies[service_index] =
+                    POLICY_NAMES[self.random_below(POLICY_NAMES.len() as u32) as usize];
             }
             1 => self.report_interval_ms = [50, 100, 200][self.random_below(3) as usize],
             // Only the comment with the number changes.
             2 => {}
-            _ => self.change_server(drained),
+            _ => self.change_random_server(drained),
         }
     }
 
-    fn change_server(&mut self, drained: &BTreeSet<u16>) {
-        let numbers: Vec<u16> = self.servers.keys().copied().collect();
-        let number = numbers[self.random_below(numbers.len() as u32) as usize];
-        let may_go = self.can_leave(number, drained);
+    fn change_random_server(&mut self, drained: &BTreeSet<u16>) {
+        let server_numbers: Vec<u16> = self.server_entries.keys().copied().collect();
+        let server_number = server_numbers[self.random_below(server_numbers.len() as u32) as usize];
+        let can_be_removed = self.can_be_removed(server_number, drained);
         let entry = match self.random_below(5) {
-            0 if may_go => None,
-            1 if may_go => Some(ServerEntry { draining: true, ..ACTIVE_ENTRY }),
-            2 => Some(ServerEntry { weight: 1 + self.random_below(4), ..ACTIVE_ENTRY }),
-            3 => Some(ServerEntry { needs_controller: true, ..ACTIVE_ENTRY }),
-            _ => Some(ACTIVE_ENTRY),
+            0 if can_be_removed => None,
+            1 if can_be_removed => Some(ServerEntry { is_draining: true, ..INITIAL_ENTRY }),
+            2 => Some(ServerEntry { weight: 1 + self.random_below(4), ..INITIAL_ENTRY }),
+            3 => Some(ServerEntry { needs_controller: true, ..INITIAL_ENTRY }),
+            _ => Some(INITIAL_ENTRY),
         };
-        self.servers.insert(number, entry);
+        self.server_entries.insert(server_number, entry);
     }
 
-    pub fn invalid_document(&mut self) -> String {
+    pub fn next_invalid_document(&mut self) -> String {
         let text = self.text();
         match self.random_below(5) {
             0 => format!("{text}no_such_key = 1\n"),
@@ -154,10 +156,10 @@ impl DocumentGenerator {
     }
 
     /// Makes all servers active and restores the initial policies.
-    pub fn restore(&mut self) {
+    pub fn restore_initial_document(&mut self) {
         self.revision += 1;
-        self.policies.fill(POLICIES[0]);
-        self.servers.values_mut().for_each(|entry| *entry = Some(ACTIVE_ENTRY));
+        self.service_policies.fill(POLICY_NAMES[0]);
+        self.server_entries.values_mut().for_each(|entry| *entry = Some(INITIAL_ENTRY));
     }
 
     fn random_below(&mut self, bound: u32) -> u32 {
@@ -165,8 +167,8 @@ impl DocumentGenerator {
     }
 }
 
-fn rack_names<'a>(racks: impl IntoIterator<Item = &'a u16>) -> Vec<String> {
-    racks.into_iter().map(|rack| rack_name(*rack)).collect()
+fn rack_controller_names<'a>(racks: impl IntoIterator<Item = &'a u16>) -> Vec<String> {
+    racks.into_iter().map(|rack| rack_controller_name(*rack)).collect()
 }
 
 #[cfg(test)]
@@ -177,7 +179,7 @@ mod tests {
     use super::*;
     use crate::addresses::AddressFamily;
 
-    fn documents(seed: u64, family: AddressFamily) -> DocumentGenerator {
+    fn generator_with_one_service(seed: u64, family: AddressFamily) -> DocumentGenerator {
         let services = vec![("web".to_owned(), SocketAddr::new(family.vip(0), 80), "")];
         DocumentGenerator::new(
             seed,
@@ -189,21 +191,21 @@ mod tests {
     }
 
     #[test]
-    fn only_intended_documents_are_invalid() {
-        let parse = |text: String| FleetConfig::parse(&Source::from_text("fleet.toml", &text));
+    fn only_documents_made_invalid_are_rejected() {
+        let parse_document = |text: String| FleetConfig::parse(&Source::from_text("fleet.toml", &text));
         for family in [AddressFamily::Ipv4, AddressFamily::Ipv6] {
-            let mut documents = documents(1, family);
+            let mut documents = generator_with_one_service(1, family);
             for _ in 0..300 {
                 documents.apply_random_change(&BTreeSet::new());
-                parse(documents.text()).unwrap();
-                parse(documents.invalid_document()).unwrap_err();
+                parse_document(documents.text()).unwrap();
+                parse_document(documents.next_invalid_document()).unwrap_err();
             }
         }
     }
 
     #[test]
-    fn enough_servers_stay_eligible_under_any_drains() {
-        let (mut documents, mut drained) = (documents(2, AddressFamily::Ipv4), BTreeSet::new());
+    fn enough_servers_take_connections_under_any_drains() {
+        let (mut documents, mut drained) = (generator_with_one_service(2, AddressFamily::Ipv4), BTreeSet::new());
         for turn in 0..1_000 {
             documents.apply_random_change(&drained);
             match turn % 7 {
@@ -212,11 +214,11 @@ mod tests {
                 _ => {}
             }
             drained.retain(|number| documents.present_servers().contains(number));
-            let takes_new = |(number, entry): &(&u16, &Option<ServerEntry>)| {
-                entry.is_some_and(|entry| !entry.draining) && !drained.contains(number)
+            let takes_connections = |(number, entry): &(&u16, &Option<ServerEntry>)| {
+                entry.is_some_and(|entry| !entry.is_draining) && !drained.contains(number)
             };
             assert!(
-                documents.servers.iter().filter(takes_new).count() >= MIN_ACTIVE_SERVERS,
+                documents.server_entries.iter().filter(takes_connections).count() >= MIN_ACTIVE_SERVERS,
                 "turn {turn}: {drained:?}"
             );
         }

@@ -46,33 +46,33 @@ impl ExpectedDrains {
         if acknowledged {
             self.0.retain(|server, _| servers.contains(server));
         } else {
-            let gone = self.0.iter_mut().filter(|(server, _)| !servers.contains(server));
-            gone.for_each(|(_, known)| *known = DrainState::Uncertain(Instant::now()));
+            let removed_servers = self.0.iter_mut().filter(|(server, _)| !servers.contains(server));
+            removed_servers.for_each(|(_, known)| *known = DrainState::Uncertain(Instant::now()));
         }
     }
 
     /// Returns the differences from the controller's status in words, and settles uncertain drains by the status.
     pub fn compare_with_status(&mut self, status: &Value) -> Vec<String> {
-        let mut wrong = Vec::new();
+        let mut differences = Vec::new();
         for server in status["servers"].as_array().into_iter().flatten() {
-            let number = server["name"].as_str().and_then(|name| name.strip_prefix('s')?.parse().ok());
-            let Some(number) = number else { continue };
+            let server_number = server["name"].as_str().and_then(|name| name.strip_prefix('s')?.parse().ok());
+            let Some(number) = server_number else { continue };
             let is_drained = server["drained"]["by"] == "command";
             match self.0.get(&number) {
                 Some(DrainState::Uncertain(since)) if since.elapsed() < MAX_EXECUTION_DELAY => {}
                 Some(DrainState::Uncertain(_)) => self.record_request(number, is_drained, true),
                 Some(DrainState::Drained) if !is_drained => {
-                    wrong.push(format!("a drain is lost: that of s{number} was acknowledged"));
+                    differences.push(format!("a drain is lost: that of s{number} was acknowledged"));
                     self.0.remove(&number);
                 }
                 None if is_drained => {
-                    wrong.push(format!("s{number} is drained without a command, or its end is lost"));
+                    differences.push(format!("s{number} is drained without a command, or its end is lost"));
                     self.0.insert(number, DrainState::Drained);
                 }
                 Some(DrainState::Drained) | None => {}
             }
         }
-        wrong
+        differences
     }
 }
 
@@ -82,44 +82,55 @@ mod tests {
 
     use super::*;
 
-    fn status(drained: &[(u16, &str)]) -> Value {
+    fn status_with_drains(drained: &[(u16, &str)]) -> Value {
         let server = |(number, by): &(u16, &str)| json!({ "name": format!("s{number}"), "drained": { "by": by } });
         json!({ "servers": drained.iter().map(server).collect::<Vec<_>>() })
     }
 
     #[test]
-    fn exactly_the_acknowledged_drains_are_expected() {
-        let mut drains = ExpectedDrains::default();
-        drains.record_request(1, true, true);
-        assert_eq!(drains.compare_with_status(&status(&[(1, "command"), (2, "document")])), [""; 0]);
-        assert_eq!(drains.compare_with_status(&status(&[(1, "document")])).len(), 1, "lost");
-        assert_eq!(drains.compare_with_status(&status(&[(1, "document")])), [""; 0], "which is reported once");
-        assert_eq!(drains.compare_with_status(&status(&[(2, "command")])).len(), 1, "without a command");
-        drains.record_request(2, false, true);
-        assert_eq!(drains.compare_with_status(&status(&[(2, "document")])), [""; 0]);
+    fn acknowledged_drains_and_no_others_are_expected() {
+        let mut expected_drains = ExpectedDrains::default();
+        expected_drains.record_request(1, true, true);
+        assert_eq!(
+            expected_drains.compare_with_status(&status_with_drains(&[(1, "command"), (2, "document")])),
+            [""; 0]
+        );
+        assert_eq!(expected_drains.compare_with_status(&status_with_drains(&[(1, "document")])).len(), 1, "lost");
+        assert_eq!(
+            expected_drains.compare_with_status(&status_with_drains(&[(1, "document")])),
+            [""; 0],
+            "which is reported once"
+        );
+        assert_eq!(
+            expected_drains.compare_with_status(&status_with_drains(&[(2, "command")])).len(),
+            1,
+            "without a command"
+        );
+        expected_drains.record_request(2, false, true);
+        assert_eq!(expected_drains.compare_with_status(&status_with_drains(&[(2, "document")])), [""; 0]);
     }
 
     #[test]
-    fn unanswered_change_may_be_in_force() {
-        let mut drains = ExpectedDrains::default();
-        drains.record_request(1, true, false);
+    fn unanswered_drain_may_be_in_force_or_not() {
+        let mut expected_drains = ExpectedDrains::default();
+        expected_drains.record_request(1, true, false);
         for by in ["command", "document"] {
-            assert_eq!(drains.compare_with_status(&status(&[(1, by)])), [""; 0]);
+            assert_eq!(expected_drains.compare_with_status(&status_with_drains(&[(1, by)])), [""; 0]);
         }
-        assert!(drains.is_uncertain(1) && drains.possibly_drained().contains(&1));
-        drains.0.insert(1, DrainState::Uncertain(Instant::now() - MAX_EXECUTION_DELAY));
-        assert_eq!(drains.compare_with_status(&status(&[(1, "command")])), [""; 0]);
-        assert!(!drains.is_uncertain(1));
-        assert_eq!(drains.compare_with_status(&status(&[(1, "document")])).len(), 1);
+        assert!(expected_drains.is_uncertain(1) && expected_drains.possibly_drained().contains(&1));
+        expected_drains.0.insert(1, DrainState::Uncertain(Instant::now() - MAX_EXECUTION_DELAY));
+        assert_eq!(expected_drains.compare_with_status(&status_with_drains(&[(1, "command")])), [""; 0]);
+        assert!(!expected_drains.is_uncertain(1));
+        assert_eq!(expected_drains.compare_with_status(&status_with_drains(&[(1, "document")])).len(), 1);
     }
 
     #[test]
-    fn removed_server_loses_its_drain() {
-        let mut drains = ExpectedDrains::default();
-        (1..=2).for_each(|server| drains.record_request(server, true, true));
-        drains.record_document(&[1].into(), false);
-        assert!(drains.is_uncertain(2) && !drains.is_uncertain(1));
-        drains.record_document(&[1].into(), true);
-        assert_eq!(drains.possibly_drained(), [1].into());
+    fn server_removed_from_the_document_is_no_longer_drained() {
+        let mut expected_drains = ExpectedDrains::default();
+        (1..=2).for_each(|server| expected_drains.record_request(server, true, true));
+        expected_drains.record_document(&[1].into(), false);
+        assert!(expected_drains.is_uncertain(2) && !expected_drains.is_uncertain(1));
+        expected_drains.record_document(&[1].into(), true);
+        assert_eq!(expected_drains.possibly_drained(), [1].into());
     }
 }

@@ -79,7 +79,7 @@ pub enum Fault {
     Link(String),
     /// The disk with the controller's store is full.
     Disk {
-        /// Whether every write fails; otherwise, writes that need no more space succeed.
+        /// Whether every write fails; otherwise, writes that need no further space succeed.
         fails_every_write: bool,
     },
     /// A member of the etcd cluster fails.
@@ -135,9 +135,9 @@ impl Fault {
     /// Returns whether two faults must not overlap: they affect the same daemon, or both the network, which would blur
     /// their effects. A clock fault overlaps only clock faults of the same daemon.
     pub fn overlaps(&self, other: &Self) -> bool {
-        let networks = |fault: &Self| matches!(fault, Self::Partition { .. } | Self::Link(_));
-        if networks(self) || networks(other) {
-            return networks(self) && networks(other);
+        let both_affect_network = |fault: &Self| matches!(fault, Self::Partition { .. } | Self::Link(_));
+        if both_affect_network(self) || both_affect_network(other) {
+            return both_affect_network(self) && both_affect_network(other);
         }
         match (self, other) {
             (Self::Disk { .. }, Self::Disk { .. }) | (Self::Etcd { .. }, Self::Etcd { .. }) => true,
@@ -173,11 +173,11 @@ impl fmt::Display for Fault {
             Self::Disk { fails_every_write: true } => write!(f, "every write of the controller fails: no room"),
             Self::Disk { fails_every_write: false } => write!(f, "disk of the store full"),
             Self::Etcd { is_leader, member_number, is_stopped } => {
-                let signal = if *is_stopped { "SIGSTOP" } else { "SIGKILL" };
+                let signal_name = if *is_stopped { "SIGSTOP" } else { "SIGKILL" };
                 if *is_leader {
-                    write!(f, "{signal} of etcd's leader")
+                    write!(f, "{signal_name} of etcd's leader")
                 } else {
-                    write!(f, "{signal} of etcd{member_number}")
+                    write!(f, "{signal_name} of etcd{member_number}")
                 }
             }
             Self::Clock { daemon, offset_s } => write!(f, "clock of {daemon} jumps by {offset_s} s"),

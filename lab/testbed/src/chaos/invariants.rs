@@ -14,7 +14,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::cli_probe::OperatorCli;
-use crate::addresses::{load_balancer_name, rack_name};
+use crate::addresses::{load_balancer_name, rack_controller_name};
 use crate::topology::Testbed;
 
 /// Address of every load balancer's metrics, in the load balancer's own network namespace.
@@ -23,9 +23,9 @@ pub const METRICS_ADDRESS: &str = "127.0.0.1:9440";
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Number of checks of the load balancers per check of the status, which costs a controller more time.
 const POLLS_PER_STATUS_CHECK: u32 = 5;
-const SCRAPE_LIMIT: Duration = Duration::from_millis(300);
+const SCRAPE_TIMEOUT: Duration = Duration::from_millis(300);
 /// Timeout of `coreward status` (s).
-const STATUS_LIMIT_S: &str = "3";
+const STATUS_TIMEOUT_S: &str = "3";
 
 /// Results of the checks during a run.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
@@ -49,8 +49,8 @@ pub struct Observations {
 pub struct InvariantChecker<'a> {
     testbed: &'a Testbed,
     operator: OperatorCli<'a>,
-    start: Instant,
-    state: Mutex<ObservedState>,
+    run_start: Instant,
+    observed_state: Mutex<ObservedState>,
 }
 
 #[derive(Debug, Default)]
@@ -60,7 +60,7 @@ struct ObservedState {
     /// Names of the servers by id.
     server_names: BTreeMap<u64, String>,
     /// Last values of the counters, by owner (load balancer or server) and name.
-    counters: BTreeMap<(String, String), u64>,
+    counter_values: BTreeMap<(String, String), u64>,
     /// Servers that load balancers find down: names of load balancer, service and server.
     down_servers: BTreeSet<[String; 3]>,
     /// Sum of the table generations of each load balancer, with the time of its last change.
@@ -75,8 +75,8 @@ const LOAD_AWARE_POLICIES: [&str; 2] = ["crossrss", "crossrss-plus"];
 impl<'a> InvariantChecker<'a> {
     /// Creates a checker without observations.
     pub fn new(testbed: &'a Testbed, controllers: u16) -> Self {
-        let operator = OperatorCli::new(testbed, controllers, STATUS_LIMIT_S);
-        Self { testbed, operator, start: Instant::now(), state: Mutex::default() }
+        let operator = OperatorCli::new(testbed, controllers, STATUS_TIMEOUT_S);
+        Self { testbed, operator, run_start: Instant::now(), observed_state: Mutex::default() }
     }
 
     /// Returns the observations made so far.
@@ -90,18 +90,18 @@ impl<'a> InvariantChecker<'a> {
             if done.load(Ordering::Relaxed) {
                 return;
             }
-            let begin = Instant::now();
+            let check_start = Instant::now();
             for number in self.testbed.load_balancer_numbers() {
-                if let Ok(generations) = self.sum_table_generations(number) {
-                    self.inspect_tables(number, generations);
+                if let Ok(generations) = self.sum_table_generations_in_force(number) {
+                    self.record_table_generations(number, generations);
                 }
             }
             if turn.is_multiple_of(POLLS_PER_STATUS_CHECK)
                 && let Ok(status) = self.status()
             {
-                self.inspect_status(&status);
+                self.check_status(&status);
             }
-            std::thread::sleep(POLL_INTERVAL.saturating_sub(begin.elapsed()));
+            std::thread::sleep(POLL_INTERVAL.saturating_sub(check_start.elapsed()));
         }
     }
 
@@ -109,17 +109,24 @@ impl<'a> InvariantChecker<'a> {
     /// policy that ignores loads makes no new tables without changes: then the controller's tables must be in force.
     pub fn missing_table_reason(&self, status: &Value, since: Instant) -> Option<String> {
         let services = array_or_empty(&status["services"]);
-        let reads_loads =
+        let has_load_aware_policy =
             services.iter().any(|service| LOAD_AWARE_POLICIES.iter().any(|policy| service["policy"] == *policy));
-        let made: f64 = services.iter().filter_map(|service| service["table_generation"].as_f64()).sum();
-        let known = self.lock_state();
-        let lacks = |number: u16| match known.table_changes.get(&number) {
+        let controller_generation_sum: f64 =
+            services.iter().filter_map(|service| service["table_generation"].as_f64()).sum();
+        let state = self.lock_state();
+        let reason_without_table = |number: u16| match state.table_changes.get(&number) {
             Some((_, at)) if *at > since => None,
-            Some((generations, _)) if !reads_loads => (*generations != made)
-                .then(|| format!("lb{number}'s tables are of generations {generations} in all, and not {made}")),
+            Some((generations, _)) if !has_load_aware_policy => {
+                (*generations != controller_generation_sum).then(|| {
+                    format!(
+                        "lb{number}'s tables are of generations {generations} in all, and not \
+                                  {controller_generation_sum}"
+                    )
+                })
+            }
             _ => Some(format!("lb{number} has no new table")),
         };
-        self.testbed.load_balancer_numbers().into_iter().find_map(lacks)
+        self.testbed.load_balancer_numbers().into_iter().find_map(reason_without_table)
     }
 
     /// Runs `coreward status` and returns its JSON. Fails when no controller answers in time.
@@ -128,28 +135,29 @@ impl<'a> InvariantChecker<'a> {
     }
 
     fn lock_state(&self) -> std::sync::MutexGuard<'_, ObservedState> {
-        self.state.lock().expect("no watcher panics")
+        self.observed_state.lock().expect("no watcher panics")
     }
 
     /// Returns the sum of the generations of the tables that are in force at load balancer `number`.
-    fn sum_table_generations(&self, number: u16) -> anyhow::Result<f64> {
-        let page = self.testbed.load_balancer(number)?.within(scrape_metrics)?;
-        let generations = page.lines().filter_map(|line| line.strip_prefix("coreward_table_generation{"));
-        Ok(generations.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum())
+    fn sum_table_generations_in_force(&self, number: u16) -> anyhow::Result<f64> {
+        let metrics_page = self.testbed.load_balancer(number)?.run_within(scrape_load_balancer_metrics)?;
+        let generation_samples =
+            metrics_page.lines().filter_map(|line| line.strip_prefix("coreward_table_generation{"));
+        Ok(generation_samples.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum())
     }
 
-    fn inspect_tables(&self, number: u16, generations: f64) {
+    fn record_table_generations(&self, number: u16, generations: f64) {
         let (mut known, now) = (self.lock_state(), Instant::now());
         known.observations.scrapes += 1;
-        let before = known.table_changes.get(&number).copied();
-        match before {
+        let previous_generations = known.table_changes.get(&number).copied();
+        match previous_generations {
             // A new controller restarts its generations: any other number means another table.
             Some((before, _)) if before == generations => {}
             Some((_, since)) => {
-                let without = (now - since).as_secs_f64();
-                if without > known.observations.longest_without_table_s {
-                    known.observations.longest_without_table_s = without;
-                    known.observations.longest_without_table_at_s = (now - self.start).as_secs_f64();
+                let seconds_without_table = (now - since).as_secs_f64();
+                if seconds_without_table > known.observations.longest_without_table_s {
+                    known.observations.longest_without_table_s = seconds_without_table;
+                    known.observations.longest_without_table_at_s = (now - self.run_start).as_secs_f64();
                 }
                 known.table_changes.insert(number, (generations, now));
             }
@@ -157,24 +165,26 @@ impl<'a> InvariantChecker<'a> {
         }
     }
 
-    fn inspect_status(&self, status: &Value) {
-        let mut known = self.lock_state();
-        known.observations.statuses += 1;
-        let generation = status["configuration_generation"].as_u64().unwrap_or(0);
-        if generation < known.configuration_generation {
-            let before = known.configuration_generation;
-            known.record_violation(format!("configuration generation {generation} after {before}"));
+    fn check_status(&self, status: &Value) {
+        let mut state = self.lock_state();
+        state.observations.statuses += 1;
+        let configuration_generation = status["configuration_generation"].as_u64().unwrap_or(0);
+        if configuration_generation < state.configuration_generation {
+            let previous_generation = state.configuration_generation;
+            state.record_violation(format!(
+                "configuration generation {configuration_generation} after {previous_generation}"
+            ));
         }
-        known.configuration_generation = known.configuration_generation.max(generation);
+        state.configuration_generation = state.configuration_generation.max(configuration_generation);
         for server in array_or_empty(&status["servers"]) {
-            known.inspect_server(server);
-            known.inspect_counters(server["name"].as_str().unwrap_or_default(), &server["counters"]);
+            state.check_server_id(server);
+            state.check_counters(server["name"].as_str().unwrap_or_default(), &server["counters"]);
         }
-        array_or_empty(&status["services"]).iter().for_each(|service| known.inspect_health_checks(service));
-        known.inspect_keys(&status["keys"]);
+        array_or_empty(&status["services"]).iter().for_each(|service| state.record_health_checks(service));
+        state.check_cookie_keys(&status["keys"]);
         for balancer in array_or_empty(&status["load_balancers"]) {
-            let name = balancer["name"].as_str().unwrap_or_default();
-            known.inspect_counters(name, &balancer["state"]["counters"]);
+            let balancer_name = balancer["name"].as_str().unwrap_or_default();
+            state.check_counters(balancer_name, &balancer["state"]["counters"]);
         }
     }
 }
@@ -187,47 +197,54 @@ impl ObservedState {
     }
 
     /// Checks that an id belongs to the same server for the whole run, because cookies may contain it.
-    fn inspect_server(&mut self, server: &Value) {
+    fn check_server_id(&mut self, server: &Value) {
         let (Some(id), Some(name)) = (server["id"].as_u64(), server["name"].as_str()) else { return };
-        let other =
+        let other_id =
             self.server_names.iter().find(|(known, owner)| **known != id && *owner == name).map(|(other, _)| *other);
-        if let Some(other) = other {
+        if let Some(other) = other_id {
             self.record_violation(format!("{name} has id {id}, after {other}"));
         }
-        let owner = self.server_names.entry(id).or_insert_with(|| name.to_owned()).clone();
-        if owner != name {
-            self.record_violation(format!("id {id} is {name}'s, after {owner}'s"));
+        let id_owner = self.server_names.entry(id).or_insert_with(|| name.to_owned()).clone();
+        if id_owner != name {
+            self.record_violation(format!("id {id} is {name}'s, after {id_owner}'s"));
         }
     }
 
-    fn inspect_health_checks(&mut self, service: &Value) {
+    fn record_health_checks(&mut self, service: &Value) {
         for member in array_or_empty(&service["members"]) {
             for check in array_or_empty(&member["checks"]) {
-                let who = [&check["load_balancer"], &service["name"], &member["server"]].map(Value::to_string);
+                let load_balancer_service_server =
+                    [&check["load_balancer"], &service["name"], &member["server"]].map(Value::to_string);
                 match check["up"] == false {
-                    true => self.observations.found_down += u64::from(self.down_servers.insert(who)),
-                    false => drop(self.down_servers.remove(&who)),
+                    true => {
+                        self.observations.found_down +=
+                            u64::from(self.down_servers.insert(load_balancer_service_server))
+                    }
+                    false => drop(self.down_servers.remove(&load_balancer_service_server)),
                 }
             }
         }
     }
 
     /// Checks that the cookie keys do not change, because no rotation is allowed.
-    fn inspect_keys(&mut self, keys: &Value) {
-        let now = ["current", "generation", "phase"].map(|key| keys[key].clone());
-        let before = self.cookie_keys.get_or_insert_with(|| now.clone()).clone();
-        if now != before {
-            self.record_violation(format!("the cookie keys changed: {before:?}, then {now:?}"));
+    fn check_cookie_keys(&mut self, keys: &Value) {
+        let current_keys = ["current", "generation", "phase"].map(|key| keys[key].clone());
+        let first_keys = self.cookie_keys.get_or_insert_with(|| current_keys.clone()).clone();
+        if current_keys != first_keys {
+            self.record_violation(format!("the cookie keys changed: {first_keys:?}, then {current_keys:?}"));
         }
     }
 
     /// Checks that no counter of the data plane decreases: counters outlive the daemons.
-    fn inspect_counters(&mut self, owner: &str, counters: &Value) {
+    fn check_counters(&mut self, owner: &str, counters: &Value) {
         for (name, count) in counters.as_object().into_iter().flatten() {
-            let count = count.as_u64().unwrap_or(0);
-            let before = self.counters.insert((owner.to_owned(), name.clone()), count).unwrap_or(0);
-            if count < before {
-                self.record_violation(format!("counter {name} of {owner} went from {before} to {count}"));
+            let current_count = count.as_u64().unwrap_or(0);
+            let previous_count =
+                self.counter_values.insert((owner.to_owned(), name.clone()), current_count).unwrap_or(0);
+            if current_count < previous_count {
+                self.record_violation(format!(
+                    "counter {name} of {owner} went from {previous_count} to {current_count}"
+                ));
             }
         }
     }
@@ -246,25 +263,25 @@ pub fn unconverged_reason(testbed: &Testbed, status: &Value, since: Instant) -> 
         }
     }
     for number in 1..=testbed.options().racks {
-        let name = rack_name(number);
+        let name = rack_controller_name(number);
         if !array_or_empty(&status["racks"]).iter().any(|rack| rack["name"] == name) {
             return Some(format!("{name} is not there"));
         }
     }
-    let balancers = array_or_empty(&status["load_balancers"]);
+    let load_balancers = array_or_empty(&status["load_balancers"]);
     for number in testbed.load_balancer_numbers() {
         let name = load_balancer_name(number);
-        let Some(balancer) = balancers.iter().find(|balancer| balancer["name"] == name) else {
+        let Some(balancer) = load_balancers.iter().find(|balancer| balancer["name"] == name) else {
             return Some(format!("{name} is not there"));
         };
-        let state = &balancer["state"];
-        let age = Duration::from_millis(balancer["state_age_ms"].as_u64().unwrap_or(u64::MAX / 2));
-        if state.is_null() || age > since.elapsed() {
+        let balancer_state = &balancer["state"];
+        let state_age = Duration::from_millis(balancer["state_age_ms"].as_u64().unwrap_or(u64::MAX / 2));
+        if balancer_state.is_null() || state_age > since.elapsed() {
             return Some(format!("{name} has sent nothing since"));
         }
-        let unresolved = array_or_empty(&state["unresolved_servers"]);
-        if !unresolved.is_empty() {
-            return Some(format!("{name} does not find {unresolved:?}"));
+        let unresolved_servers = array_or_empty(&balancer_state["unresolved_servers"]);
+        if !unresolved_servers.is_empty() {
+            return Some(format!("{name} does not find {unresolved_servers:?}"));
         }
     }
     None
@@ -275,14 +292,14 @@ fn array_or_empty(value: &Value) -> &[Value] {
 }
 
 /// Returns the metrics page of the load balancer in the current network namespace.
-fn scrape_metrics() -> anyhow::Result<String> {
+fn scrape_load_balancer_metrics() -> anyhow::Result<String> {
     let address: SocketAddr = METRICS_ADDRESS.parse()?;
-    let mut stream = TcpStream::connect_timeout(&address, SCRAPE_LIMIT)?;
-    stream.set_read_timeout(Some(SCRAPE_LIMIT))?;
+    let mut stream = TcpStream::connect_timeout(&address, SCRAPE_TIMEOUT)?;
+    stream.set_read_timeout(Some(SCRAPE_TIMEOUT))?;
     stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: coreward\r\nConnection: close\r\n\r\n")?;
-    let mut page = String::new();
-    stream.read_to_string(&mut page)?;
-    Ok(page)
+    let mut metrics_page = String::new();
+    stream.read_to_string(&mut metrics_page)?;
+    Ok(metrics_page)
 }
 
 /// Resource usage of a process.
@@ -294,9 +311,9 @@ pub struct ResourceUsage {
 }
 
 /// Returns the current resource usage of a process. Fails when the process has ended.
-pub fn resource_usage(pid: u32) -> anyhow::Result<ResourceUsage> {
+pub fn read_resource_usage(pid: u32) -> anyhow::Result<ResourceUsage> {
     let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
-    let memory = status.lines().find_map(|line| line.strip_prefix("VmRSS:")?.trim().strip_suffix(" kB"));
-    let memory_kb = memory.with_context(|| format!("process {pid} has ended"))?.trim().parse()?;
+    let resident_memory = status.lines().find_map(|line| line.strip_prefix("VmRSS:")?.trim().strip_suffix(" kB"));
+    let memory_kb = resident_memory.with_context(|| format!("process {pid} has ended"))?.trim().parse()?;
     Ok(ResourceUsage { memory_kb, files: fs::read_dir(format!("/proc/{pid}/fd"))?.count() as u64 })
 }

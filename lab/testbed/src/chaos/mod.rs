@@ -34,25 +34,25 @@ use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 
-use crate::conformance::{SetOnDrop, change_loads, write_busy_times};
-use crate::fleet::{Fleet, FleetOptions, LoadSource, busy_file, read_log_tails};
+use crate::conformance::{SetOnDrop, write_busy_times, write_random_loads};
+use crate::fleet::{Fleet, FleetOptions, LoadSource, core_load_file_path, read_log_tails};
 use crate::interrupt;
 use crate::network_options::NetworkOptions;
-use crate::nginx::Nginx;
+use crate::nginx::NginxServer;
 use crate::preload::PreloadedFaults;
 use crate::topology::{Testbed, TestbedOptions};
 use byzantine_agent::FalseReportKind;
 use byzantine_share::ByzantineShare;
-use config_mutator::{ConfigModel, ConfigWriter};
+use config_mutator::{ConfigWriter, ExpectedConfig};
 use disk::TmpfsDisk;
 use document::DocumentGenerator;
-use etcd::Etcd;
+use etcd::EtcdCluster;
 use fault::FaultKind;
 use invariants::{InvariantChecker, ResourceUsage};
 use outcome::{ChaosOutcome, Recovery};
 use schedule::{ComponentCounts, FaultSchedule, PlannedFault};
 use test_env::TestEnv;
-use traffic::{Traffic, stream_service};
+use traffic::{TrafficClients, stream_service_address};
 
 /// Options of `coreward-lab testbed chaos`.
 #[derive(Debug, Clone, clap::Args)]
@@ -89,11 +89,11 @@ const LOAD_BALANCER_COUNT: u16 = 2;
 const SERVER_COUNT: u16 = 4;
 const CORE_COUNT: u16 = 2;
 /// Number of the server for which an impostor reports idle cores after the last round.
-const IMPOSTOR: u16 = 1;
+const IMPERSONATED_SERVER: u16 = 1;
 /// Number of client addresses; the first one is for clients whose kernel chooses the port.
 const CLIENT_ADDRESS_COUNT: u16 = 4;
 /// Maximum time until the fleet has converged after a round of faults.
-const CONVERGENCE_LIMIT: Duration = Duration::from_secs(30);
+const CONVERGENCE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Configuration of the web service. Frequent health checks with short timeouts, so that faults make servers down.
 const WEB_SERVICE_CONFIG: &str =
     "[service.health]\ncheck = \"http\"\npath = \"/who\"\ninterval = \"200ms\"\ntimeout = \"200ms\"\nfall = 1\n";
@@ -101,7 +101,7 @@ const STREAM_SERVICE_CONFIG: &str =
     "consistency = \"stateful\"\n[service.health]\ninterval = \"200ms\"\ntimeout = \"200ms\"\nfall = 1\n";
 const EVENT_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Fraction of the run during which the configuration changes; the rest has only faults.
-const CHANGES_FRACTION: f64 = 0.7;
+const CONFIG_CHANGES_FRACTION: f64 = 0.7;
 /// Maximum growth of a daemon's memory (kB), for work in progress and memory that an allocator keeps.
 const MAX_MEMORY_GROWTH_KB: u64 = 32 << 10;
 /// Maximum growth of the number of a daemon's open files.
@@ -109,7 +109,7 @@ const MAX_FILE_GROWTH: u64 = 16;
 
 /// Runs the test and prints its results. Fails when the setup fails or an invariant is violated.
 pub fn main(options: &ChaosArgs) -> anyhow::Result<()> {
-    interrupt::catch()?;
+    interrupt::catch_signals()?;
     let outcome = run("chaos", options)?;
     println!("{}", if options.json { serde_json::to_string_pretty(&outcome)? } else { outcome.to_string() });
     ensure!(outcome.has_passed(), "what must hold did not: see above");
@@ -128,47 +128,49 @@ pub fn run(instance: &str, options: &ChaosArgs) -> anyhow::Result<ChaosOutcome> 
         client_addresses: CLIENT_ADDRESS_COUNT,
         ..options.network.testbed_options()
     })?;
-    let numbers = testbed.server_numbers();
-    let _nginx: Vec<Nginx> =
-        numbers.iter().map(|number| testbed.start_nginx(*number)).collect::<anyhow::Result<_>>()?;
-    let busy_of_streams = |number| testbed.directory().join(format!("streams-s{number}"));
-    let _streams = testbed.start_stream_servers_at(stream_service(&testbed), busy_of_streams)?;
-    for number in &numbers {
-        write_busy_times(&busy_file(&testbed, *number), &vec![0; usize::from(CORE_COUNT)])?;
+    let server_numbers = testbed.server_numbers();
+    let _nginx: Vec<NginxServer> =
+        server_numbers.iter().map(|number| testbed.start_nginx(*number)).collect::<anyhow::Result<_>>()?;
+    let stream_busy_file_path = |number| testbed.directory().join(format!("streams-s{number}"));
+    let _stream_servers =
+        testbed.start_stream_servers_at_address(stream_service_address(&testbed), stream_busy_file_path)?;
+    for number in &server_numbers {
+        write_busy_times(&core_load_file_path(&testbed, *number), &vec![0; usize::from(CORE_COUNT)])?;
     }
-    let server_racks: BTreeMap<u16, Vec<u16>> = numbers
+    let server_racks: BTreeMap<u16, Vec<u16>> = server_numbers
         .iter()
         .filter(|_| options.racks > 0)
-        .map(|number| (*number, server_racks(*number, options.racks)))
+        .map(|number| (*number, rack_numbers_of_server(*number, options.racks)))
         .collect();
     let documents = DocumentGenerator::new(
         options.seed,
         options.network,
-        &numbers,
+        &server_numbers,
         vec![
             ("web".to_owned(), testbed.service(), WEB_SERVICE_CONFIG),
-            ("streams".to_owned(), stream_service(&testbed), STREAM_SERVICE_CONFIG),
+            ("streams".to_owned(), stream_service_address(&testbed), STREAM_SERVICE_CONFIG),
         ],
         server_racks.clone(),
     );
-    let disk = TmpfsDisk::mount(&testbed.directory().join("store"))?;
-    let preload = PreloadedFaults::create(&testbed.directory())?;
-    let etcd = (options.controllers > 1).then(|| Etcd::start(&testbed)).transpose()?;
+    let store_disk = TmpfsDisk::mount(&testbed.directory().join("store"))?;
+    let preloaded_faults = PreloadedFaults::create(&testbed.directory())?;
+    let etcd_cluster = (options.controllers > 1).then(|| EtcdCluster::start(&testbed)).transpose()?;
     let fleet_options = FleetOptions {
         load_source: LoadSource::PacedServer,
         applied_document: Some(documents.text()),
-        store_file: Some(disk.path().join("controller.redb")),
-        preloaded_faults: Some(preload.clone()),
+        store_file: Some(store_disk.path().join("controller.redb")),
+        preloaded_faults: Some(preloaded_faults.clone()),
         controller_count: options.controllers,
         server_racks,
         tls: true,
-        etcd_endpoints: etcd.as_ref().map(Etcd::endpoints).unwrap_or_default(),
+        etcd_endpoints: etcd_cluster.as_ref().map(EtcdCluster::endpoints).unwrap_or_default(),
         load_balancer_text: format!("metrics = \"{}\"\n", invariants::METRICS_ADDRESS),
         ..options.network.fleet_options()
     };
     let fleet = Fleet::start(&testbed, fleet_options)?;
-    let env = TestEnv::new(&testbed, fleet, disk, preload, etcd, options.upgrade_binary.clone())?;
-    ChaosRun::new(&testbed, env, options)?.run(documents)
+    let env =
+        TestEnv::new(&testbed, fleet, store_disk, preloaded_faults, etcd_cluster, options.upgrade_binary.clone())?;
+    ChaosRun::new(&testbed, env, options)?.run_to_outcome(documents)
 }
 
 /// State of a run of the test.
@@ -177,63 +179,72 @@ struct ChaosRun<'a> {
     env: TestEnv<'a>,
     options: &'a ChaosArgs,
     fault_kinds: Vec<FaultKind>,
-    start: Instant,
+    run_start: Instant,
     fault_counts: BTreeMap<&'static str, u64>,
     recoveries: Vec<Recovery>,
     violations: Vec<String>,
     initial_pin_count: usize,
-    initial_usage: BTreeMap<String, ResourceUsage>,
+    initial_resource_usage: BTreeMap<String, ResourceUsage>,
 }
 
 impl<'a> ChaosRun<'a> {
     fn new(testbed: &'a Testbed, mut env: TestEnv<'a>, options: &'a ChaosArgs) -> anyhow::Result<Self> {
-        let mut fault_kinds = if options.faults.is_empty() { FaultKind::ALL.to_vec() } else { options.faults.clone() };
-        let cannot_be = if options.controllers > 1 { FaultKind::Disk } else { FaultKind::Etcd };
-        fault_kinds.retain(|kind| *kind != cannot_be);
-        ensure!(!fault_kinds.is_empty(), "no fault {:?} with {} controllers", cannot_be.name(), options.controllers);
+        let mut enabled_fault_kinds =
+            if options.faults.is_empty() { FaultKind::ALL.to_vec() } else { options.faults.clone() };
+        let impossible_fault_kind = if options.controllers > 1 { FaultKind::Disk } else { FaultKind::Etcd };
+        enabled_fault_kinds.retain(|kind| *kind != impossible_fault_kind);
+        ensure!(
+            !enabled_fault_kinds.is_empty(),
+            "no fault {:?} with {} controllers",
+            impossible_fault_kind.name(),
+            options.controllers
+        );
         Ok(Self {
             testbed,
             options,
-            fault_kinds,
-            start: Instant::now(),
+            fault_kinds: enabled_fault_kinds,
+            run_start: Instant::now(),
             fault_counts: BTreeMap::new(),
             recoveries: Vec::new(),
             violations: Vec::new(),
             initial_pin_count: count_files(&testbed.pin_directory()),
-            initial_usage: env.resource_usage()?,
+            initial_resource_usage: env.resource_usage()?,
             env,
         })
     }
 
-    fn run(mut self, documents: DocumentGenerator) -> anyhow::Result<ChaosOutcome> {
+    fn run_to_outcome(mut self, documents: DocumentGenerator) -> anyhow::Result<ChaosOutcome> {
         let (traffic, writer, watch) = (
-            Traffic::start(self.testbed, self.options.seconds, self.options.seed)?,
+            TrafficClients::start(self.testbed, self.options.seconds, self.options.seed)?,
             ConfigWriter::new(self.testbed, self.options.controllers),
             InvariantChecker::new(self.testbed, self.options.controllers),
         );
         let (faults_done, all_done) = (AtomicBool::new(false), AtomicBool::new(false));
-        let seconds = f64::from(self.options.seconds) * CHANGES_FRACTION;
-        let interval = Duration::from_secs_f64(seconds / self.options.config_changes.max(1) as f64);
+        let config_change_seconds = f64::from(self.options.seconds) * CONFIG_CHANGES_FRACTION;
+        let config_change_interval =
+            Duration::from_secs_f64(config_change_seconds / self.options.config_changes.max(1) as f64);
         let (busiest, byzantine_share) = std::thread::scope(|scope| {
-            let _stop = (SetOnDrop(&faults_done), SetOnDrop(&all_done));
-            scope.spawn(|| change_loads(self.testbed, &all_done));
+            let _stop_on_drop = (SetOnDrop(&faults_done), SetOnDrop(&all_done));
+            scope.spawn(|| write_random_loads(self.testbed, &all_done));
             scope.spawn(|| watch.run(&all_done));
             traffic.spawn(scope, &all_done);
-            let writing = scope.spawn(|| writer.run(documents, self.options.config_changes, interval, &faults_done));
+            let config_writer_thread = scope
+                .spawn(|| writer.run(documents, self.options.config_changes, config_change_interval, &faults_done));
             self.run_rounds(&traffic, &writer, &watch)?;
             faults_done.store(true, Ordering::Relaxed);
-            let mut written = writing.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+            let mut final_config =
+                config_writer_thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
             // A change that was acknowledged must outlive the process that acknowledged it.
             self.print_progress("at last: SIGKILL of every controller");
             self.env.restart_controllers()?;
             self.wait_until_converged(&["kill"], &watch)?;
-            writer.compare_final(&mut written)?;
-            let byzantine_share = self.measure_byzantine_share(&writer, &mut written)?;
+            writer.compare_final(&mut final_config)?;
+            let byzantine_share = self.measure_byzantine_share(&writer, &mut final_config)?;
             Ok::<_, anyhow::Error>((self.env.resource_usage()?, byzantine_share))
         })?;
-        self.check_growth(&busiest);
+        self.check_resource_growth(&busiest);
         let mut outcome = ChaosOutcome {
-            seconds: self.start.elapsed().as_secs_f64(),
+            seconds: self.run_start.elapsed().as_secs_f64(),
             seed: self.options.seed,
             faults: self.fault_counts.iter().map(|(name, count)| ((*name).to_owned(), *count)).collect(),
             false_reports: self.env.false_reports().into(),
@@ -242,13 +253,13 @@ impl<'a> ChaosRun<'a> {
             writes: writer.write_counts(),
             observations: watch.observations(),
             traffic: traffic.finish()?,
-            usage_before: std::mem::take(&mut self.initial_usage),
+            usage_before: std::mem::take(&mut self.initial_resource_usage),
             usage_after: busiest,
             violations: std::mem::take(&mut self.violations),
         };
         outcome.violations.append(&mut self.env.violations);
         outcome.violations.extend(outcome.writes.violations.iter().chain(&outcome.observations.violations).cloned());
-        if outcome.traffic.broken() > 0 {
+        if outcome.traffic.broken_count() > 0 {
             tracing::warn!(
                 event = "connections-broken",
                 "connections broke; the daemons' logs:\n{}",
@@ -261,50 +272,52 @@ impl<'a> ChaosRun<'a> {
     /// Runs rounds of faults until the time of the run is over.
     fn run_rounds(
         &mut self,
-        traffic: &Traffic<'_>,
+        traffic: &TrafficClients<'_>,
         writer: &ConfigWriter<'_>,
         watch: &InvariantChecker<'_>,
     ) -> anyhow::Result<()> {
         let ChaosArgs { controllers, racks, .. } = *self.options;
-        let parts = ComponentCounts { controllers, load_balancers: LOAD_BALANCER_COUNT, racks, servers: SERVER_COUNT };
-        let mut schedule = FaultSchedule::new(self.options.seed, &self.fault_kinds, parts);
-        let end = self.start + Duration::from_secs(self.options.seconds.into());
-        while Instant::now() < end {
-            let round = schedule.next_round();
-            self.run_round(&round)?;
-            let kinds: Vec<&'static str> = round.iter().map(|planned| planned.fault.kind().name()).collect();
-            self.wait_until_converged(&kinds, watch)?;
+        let component_counts =
+            ComponentCounts { controllers, load_balancers: LOAD_BALANCER_COUNT, racks, servers: SERVER_COUNT };
+        let mut schedule = FaultSchedule::new(self.options.seed, &self.fault_kinds, component_counts);
+        let run_end = self.run_start + Duration::from_secs(self.options.seconds.into());
+        while Instant::now() < run_end {
+            let round_faults = schedule.next_round();
+            self.run_fault_round(&round_faults)?;
+            let round_fault_kinds: Vec<&'static str> =
+                round_faults.iter().map(|planned| planned.fault.kind().name()).collect();
+            self.wait_until_converged(&round_fault_kinds, watch)?;
             let (writes, seen) = (writer.write_counts(), traffic.counts());
             self.print_progress(&format!(
                 "whole again after {:.1} s; {} changes acknowledged, {} answers, {} broken",
                 self.recoveries.last().map_or(0.0, |recovery| recovery.seconds),
                 writes.acknowledged,
-                seen.good(),
-                seen.broken(),
+                seen.good_count(),
+                seen.broken_count(),
             ));
         }
         Ok(())
     }
 
-    fn run_round(&mut self, round: &[PlannedFault]) -> anyhow::Result<()> {
-        let begun = Instant::now();
-        let mut events: Vec<(Duration, bool, &PlannedFault)> = round
+    fn run_fault_round(&mut self, round: &[PlannedFault]) -> anyhow::Result<()> {
+        let round_start = Instant::now();
+        let mut fault_events: Vec<(Duration, bool, &PlannedFault)> = round
             .iter()
             .flat_map(|planned| [(planned.start_offset, false, planned), (planned.end_offset, true, planned)])
             .collect();
-        events.sort_by_key(|(at, is_end, _)| (*at, *is_end));
-        for (at, is_end, planned) in events {
-            while begun.elapsed() < at {
+        fault_events.sort_by_key(|(at, is_end, _)| (*at, *is_end));
+        for (at, is_end, planned) in fault_events {
+            while round_start.elapsed() < at {
                 interrupt::ensure_not_interrupted()?;
                 self.env.restart_ended_daemons()?;
-                std::thread::sleep(EVENT_POLL_INTERVAL.min(at.saturating_sub(begun.elapsed())));
+                std::thread::sleep(EVENT_POLL_INTERVAL.min(at.saturating_sub(round_start.elapsed())));
             }
             if is_end {
                 self.env.end_fault(&planned.fault)?;
                 continue;
             }
-            let lasts = planned.end_offset - planned.start_offset;
-            self.print_progress(&format!("{}, for {:.1} s", planned.fault, lasts.as_secs_f64()));
+            let fault_duration = planned.end_offset - planned.start_offset;
+            self.print_progress(&format!("{}, for {:.1} s", planned.fault, fault_duration.as_secs_f64()));
             *self.fault_counts.entry(planned.fault.kind().name()).or_default() += 1;
             self.env.begin_fault(&planned.fault)?;
         }
@@ -315,21 +328,21 @@ impl<'a> ChaosRun<'a> {
     fn measure_byzantine_share(
         &mut self,
         writer: &ConfigWriter<'_>,
-        written: &mut ConfigModel,
+        written: &mut ExpectedConfig,
     ) -> anyhow::Result<Option<ByzantineShare>> {
         if !self.fault_kinds.contains(&FaultKind::ByzantineAgent) {
             return Ok(None);
         }
         writer.undrain_all_but(written, 0)?;
-        self.print_progress(&format!("an impostor reports idle cores of s{IMPOSTOR}"));
-        self.env.start_false_reports(IMPOSTOR, FalseReportKind::Load)?;
+        self.print_progress(&format!("an impostor reports idle cores of s{IMPERSONATED_SERVER}"));
+        self.env.start_false_reports(IMPERSONATED_SERVER, FalseReportKind::Load)?;
         let service = self.testbed.service();
         let byzantine_share =
-            self.testbed.client().within(|| ByzantineShare::measure(service, IMPOSTOR, SERVER_COUNT))?;
-        self.env.stop_false_reports(IMPOSTOR)?;
+            self.testbed.client().run_within(|| ByzantineShare::measure(service, IMPERSONATED_SERVER, SERVER_COUNT))?;
+        self.env.stop_false_reports(IMPERSONATED_SERVER)?;
         if byzantine_share.is_over_limit() {
             self.violations.push(format!(
-                "idle cores reported in s{IMPOSTOR}'s name drew {byzantine_share}; by second: {:?}\n{}",
+                "idle cores reported in s{IMPERSONATED_SERVER}'s name drew {byzantine_share}; by second: {:?}\n{}",
                 byzantine_share.seconds,
                 read_log_tails(self.testbed)
             ));
@@ -339,44 +352,45 @@ impl<'a> ChaosRun<'a> {
 
     /// Waits until all daemons report again and new tables are in force, and records the recovery time.
     fn wait_until_converged(&mut self, kinds: &[&'static str], watch: &InvariantChecker<'_>) -> anyhow::Result<()> {
-        let since = Instant::now();
-        let mut waited_for = None;
+        let recovery_start = Instant::now();
+        let mut last_unmet_condition = None;
         loop {
             interrupt::ensure_not_interrupted()?;
             self.env.restart_ended_daemons()?;
-            let missing = match watch.status() {
-                Ok(status) => invariants::unconverged_reason(self.testbed, &status, since)
-                    .or_else(|| watch.missing_table_reason(&status, since)),
+            let unmet_condition = match watch.status() {
+                Ok(status) => invariants::unconverged_reason(self.testbed, &status, recovery_start)
+                    .or_else(|| watch.missing_table_reason(&status, recovery_start)),
                 Err(error) => Some(format!("{error:#}")),
             };
-            let Some(missing) = missing else { break };
-            if since.elapsed() > CONVERGENCE_LIMIT {
+            let Some(missing) = unmet_condition else { break };
+            if recovery_start.elapsed() > CONVERGENCE_TIMEOUT {
                 self.violations.push(format!(
-                    "{:.1} s: not converged {CONVERGENCE_LIMIT:?} after {kinds:?}: {missing}\n{}",
-                    self.start.elapsed().as_secs_f64(),
+                    "{:.1} s: not converged {CONVERGENCE_TIMEOUT:?} after {kinds:?}: {missing}\n{}",
+                    self.run_start.elapsed().as_secs_f64(),
                     read_log_tails(self.testbed)
                 ));
                 break;
             }
-            waited_for = Some(missing);
+            last_unmet_condition = Some(missing);
             std::thread::sleep(EVENT_POLL_INTERVAL);
         }
         self.recoveries.push(Recovery {
-            at: self.start.elapsed().as_secs_f64(),
+            at: self.run_start.elapsed().as_secs_f64(),
             faults: kinds.iter().map(|kind| (*kind).to_owned()).collect(),
-            seconds: since.elapsed().as_secs_f64(),
-            waited_for,
+            seconds: recovery_start.elapsed().as_secs_f64(),
+            waited_for: last_unmet_condition,
         });
         Ok(())
     }
 
     /// Compares pinned objects and resource usage with those before the run, and records violations.
-    fn check_growth(&mut self, after: &BTreeMap<String, ResourceUsage>) {
-        let pins = count_files(&self.testbed.pin_directory());
-        if pins != self.initial_pin_count {
-            self.violations.push(format!("{pins} objects are pinned, {} at the beginning", self.initial_pin_count));
+    fn check_resource_growth(&mut self, after: &BTreeMap<String, ResourceUsage>) {
+        let pin_count = count_files(&self.testbed.pin_directory());
+        if pin_count != self.initial_pin_count {
+            self.violations
+                .push(format!("{pin_count} objects are pinned, {} at the beginning", self.initial_pin_count));
         }
-        for (name, before) in &self.initial_usage {
+        for (name, before) in &self.initial_resource_usage {
             let Some(after) = after.get(name) else { continue };
             if after.memory_kb > before.memory_kb + MAX_MEMORY_GROWTH_KB || after.files > before.files + MAX_FILE_GROWTH
             {
@@ -387,18 +401,18 @@ impl<'a> ChaosRun<'a> {
 
     fn print_progress(&self, what: &str) {
         if !self.options.json {
-            println!("{:7.1} s  {what}", self.start.elapsed().as_secs_f64());
+            println!("{:7.1} s  {what}", self.run_start.elapsed().as_secs_f64());
         }
     }
 }
 
 /// Returns the rack controllers that the agent of a server uses: the server's own one, then the next one.
-fn server_racks(server: u16, racks: u16) -> Vec<u16> {
+fn rack_numbers_of_server(server: u16, racks: u16) -> Vec<u16> {
     let (first, second) = (1 + (server - 1) % racks, 1 + server % racks);
     if first == second { vec![first] } else { vec![first, second] }
 }
 
 fn count_files(directory: &Path) -> usize {
-    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
-    entries.map(|entry| if entry.path().is_dir() { count_files(&entry.path()) } else { 1 }).sum()
+    let directory_entries = fs::read_dir(directory).into_iter().flatten().flatten();
+    directory_entries.map(|entry| if entry.path().is_dir() { count_files(&entry.path()) } else { 1 }).sum()
 }

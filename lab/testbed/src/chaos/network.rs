@@ -14,33 +14,34 @@ impl<'a> NetworkFaults<'a> {
     /// Creates the tables of the rules. Fails when nft (Debian package nftables) or the kernel rejects them.
     pub fn new(testbed: &'a Testbed) -> anyhow::Result<Self> {
         let network = Self { testbed };
-        network.nft("add table bridge chaos; add chain bridge chaos lost { type filter hook forward priority 0; }")?;
+        network
+            .run_nft("add table bridge chaos; add chain bridge chaos lost { type filter hook forward priority 0; }")?;
         Ok(network)
     }
 
     /// Drops all packets from port `from` to port `to`; `is_bidirectional`: also those in the other direction.
     pub fn drop_packets(&self, from: &str, to: &str, is_bidirectional: bool) -> anyhow::Result<()> {
-        let rule =
+        let drop_rule =
             |from: &str, to: &str| format!("add rule bridge chaos lost iifname \"{from}\" oifname \"{to}\" drop;");
-        let back = if is_bidirectional { rule(to, from) } else { String::new() };
-        self.nft(&format!("{}{back}", rule(from, to)))
+        let reverse_rule = if is_bidirectional { drop_rule(to, from) } else { String::new() };
+        self.run_nft(&format!("{}{reverse_rule}", drop_rule(from, to)))
     }
 
     /// Removes the rules, so that all packets pass again.
-    pub fn restore(&self) -> anyhow::Result<()> {
-        self.nft("flush chain bridge chaos lost")
+    pub fn stop_dropping_packets(&self) -> anyhow::Result<()> {
+        self.run_nft("flush chain bridge chaos lost")
     }
 
     /// Sets the link of a port up or down. Fails when the port does not exist.
-    pub fn set_link(&self, port: &str, up: bool) -> anyhow::Result<()> {
+    pub fn set_port_link(&self, port: &str, up: bool) -> anyhow::Result<()> {
         let mut command = Command::new("ip");
         command.args(["link", "set", "dev", port, if up { "up" } else { "down" }]);
-        self.testbed.run(self.testbed.switch(), command).map(drop)
+        self.testbed.run_command(self.testbed.switch(), command).map(drop)
     }
 
-    fn nft(&self, commands: &str) -> anyhow::Result<()> {
+    fn run_nft(&self, commands: &str) -> anyhow::Result<()> {
         let mut command = Command::new("nft");
         command.arg(commands);
-        self.testbed.run(self.testbed.switch(), command).map(drop)
+        self.testbed.run_command(self.testbed.switch(), command).map(drop)
     }
 }

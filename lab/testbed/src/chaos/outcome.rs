@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 
 use serde::Serialize;
 
-use super::IMPOSTOR;
+use super::IMPERSONATED_SERVER;
 use super::byzantine_agent::FalseReportCounters;
 use super::byzantine_share::ByzantineShare;
 use super::config_mutator::WriteCounts;
@@ -64,7 +64,7 @@ impl From<&FalseReportCounters> for FalseReportCounts {
     fn from(false_reports: &FalseReportCounters) -> Self {
         Self {
             reports: false_reports.reports.load(Ordering::Relaxed),
-            connections: false_reports.connections.load(Ordering::Relaxed),
+            connections: false_reports.flood_connection_count.load(Ordering::Relaxed),
         }
     }
 }
@@ -72,18 +72,23 @@ impl From<&FalseReportCounters> for FalseReportCounts {
 impl ChaosOutcome {
     /// Returns whether no invariant was violated.
     pub fn has_passed(&self) -> bool {
-        self.traffic.broken() == 0 && self.violations.is_empty()
+        self.traffic.broken_count() == 0 && self.violations.is_empty()
     }
 }
 
 impl fmt::Display for ChaosOutcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { seconds, seed, faults, false_reports, recoveries, writes, observations, traffic, .. } = self;
-        let kinds: Vec<String> = faults.iter().map(|(kind, count)| format!("{kind} {count}")).collect();
-        writeln!(f, "\nseed {seed}, {seconds:.0} s, {} faults: {}", faults.values().sum::<u64>(), kinds.join(", "))?;
+        let fault_counts: Vec<String> = faults.iter().map(|(kind, count)| format!("{kind} {count}")).collect();
+        writeln!(
+            f,
+            "\nseed {seed}, {seconds:.0} s, {} faults: {}",
+            faults.values().sum::<u64>(),
+            fault_counts.join(", ")
+        )?;
         writeln!(f, "  impostors    {} reports, {} connections", false_reports.reports, false_reports.connections)?;
         if let Some(byzantine_share) = &self.byzantine_share {
-            writeln!(f, "  idle cores   reported in s{IMPOSTOR}'s name drew {byzantine_share}")?;
+            writeln!(f, "  idle cores   reported in s{IMPERSONATED_SERVER}'s name drew {byzantine_share}")?;
         }
         for (name, count) in [
             ("downloads", traffic.downloads),
@@ -114,9 +119,9 @@ impl fmt::Display for ChaosOutcome {
             observations.longest_without_table_s, observations.longest_without_table_at_s
         )?;
         if let Some(longest) = recoveries.iter().max_by(|a, b| a.seconds.total_cmp(&b.seconds)) {
-            let mut all: Vec<f64> = recoveries.iter().map(|recovery| recovery.seconds).collect();
-            all.sort_by(f64::total_cmp);
-            let (rounds, median) = (all.len(), all[all.len() / 2]);
+            let mut recovery_seconds: Vec<f64> = recoveries.iter().map(|recovery| recovery.seconds).collect();
+            recovery_seconds.sort_by(f64::total_cmp);
+            let (rounds, median) = (recovery_seconds.len(), recovery_seconds[recovery_seconds.len() / 2]);
             let (kinds, slowest) = (longest.faults.join(", "), longest.seconds);
             writeln!(
                 f,

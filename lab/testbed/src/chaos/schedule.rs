@@ -10,14 +10,14 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 
 use super::etcd::MEMBER_COUNT;
 use super::fault::{Fault, FaultKind};
-use crate::addresses::{load_balancer_name, rack_name};
-use crate::fleet::{CONTROLLER, agent_name, controller_name};
+use crate::addresses::{load_balancer_name, rack_controller_name};
+use crate::fleet::{FIRST_CONTROLLER_NAME, agent_name, controller_name};
 
 /// Random number stream of [`seeded_rng`] for the faults.
 const RNG_STREAM_FAULTS: u64 = 0x6368_6101;
 const MAX_FAULTS_PER_ROUND: u32 = 3;
 /// Latest start of a fault within its round (ms).
-const MAX_BEGIN_MS: u32 = 2_000;
+const MAX_START_OFFSET_MS: u32 = 2_000;
 
 /// Fault with its times of start and end.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -44,8 +44,8 @@ pub struct ComponentCounts {
 #[derive(Debug)]
 pub struct FaultSchedule {
     rng: Xoshiro256PlusPlus,
-    kinds: Vec<FaultKind>,
-    remaining_kinds: Vec<FaultKind>,
+    all_kinds: Vec<FaultKind>,
+    unused_kinds: Vec<FaultKind>,
     component_counts: ComponentCounts,
 }
 
@@ -54,37 +54,39 @@ impl FaultSchedule {
     pub fn new(seed: u64, kinds: &[FaultKind], component_counts: ComponentCounts) -> Self {
         Self {
             rng: seeded_rng(seed, RNG_STREAM_FAULTS),
-            kinds: kinds.to_vec(),
-            remaining_kinds: Vec::new(),
+            all_kinds: kinds.to_vec(),
+            unused_kinds: Vec::new(),
             component_counts,
         }
     }
 
     /// Returns the faults of the next round, at least one; no two faults overlap.
     pub fn next_round(&mut self) -> Vec<PlannedFault> {
-        let count = 1 + self.random_below(MAX_FAULTS_PER_ROUND);
-        let mut round: Vec<PlannedFault> = Vec::new();
-        for _ in 0..count {
+        let fault_count = 1 + self.random_below(MAX_FAULTS_PER_ROUND);
+        let mut planned_faults: Vec<PlannedFault> = Vec::new();
+        for _ in 0..fault_count {
             let kind = self.next_kind();
             let fault = self.random_fault(kind);
-            if round.iter().any(|other| other.fault.overlaps(&fault)) {
-                self.remaining_kinds.push(kind);
+            if planned_faults.iter().any(|other| other.fault.overlaps(&fault)) {
+                self.unused_kinds.push(kind);
                 continue;
             }
-            let start_offset = Duration::from_millis(self.random_below(MAX_BEGIN_MS).into());
-            let lasts = fault.duration_range_ms();
-            let lasting = Duration::from_millis((lasts.start + self.random_below(lasts.end - lasts.start)).into());
-            round.push(PlannedFault { start_offset, end_offset: start_offset + lasting, fault });
+            let start_offset = Duration::from_millis(self.random_below(MAX_START_OFFSET_MS).into());
+            let duration_range_ms = fault.duration_range_ms();
+            let fault_duration = Duration::from_millis(
+                (duration_range_ms.start + self.random_below(duration_range_ms.end - duration_range_ms.start)).into(),
+            );
+            planned_faults.push(PlannedFault { start_offset, end_offset: start_offset + fault_duration, fault });
         }
-        round
+        planned_faults
     }
 
     fn next_kind(&mut self) -> FaultKind {
-        if self.remaining_kinds.is_empty() {
-            self.remaining_kinds.clone_from(&self.kinds);
+        if self.unused_kinds.is_empty() {
+            self.unused_kinds.clone_from(&self.all_kinds);
         }
-        let position = self.random_below(self.remaining_kinds.len() as u32);
-        self.remaining_kinds.swap_remove(position as usize)
+        let kind_index = self.random_below(self.unused_kinds.len() as u32);
+        self.unused_kinds.swap_remove(kind_index as usize)
     }
 
     fn random_fault(&mut self, kind: FaultKind) -> Fault {
@@ -93,10 +95,10 @@ impl FaultSchedule {
             FaultKind::Stop => Fault::Stop(self.random_daemon()),
             FaultKind::Upgrade => Fault::Upgrade(self.random_daemon()),
             FaultKind::Partition => {
-                let (from, to) = self.random_port_pair();
+                let (from, to) = self.random_switch_port_pair();
                 Fault::Partition { from, to, is_bidirectional: self.random_below(2) == 0 }
             }
-            FaultKind::Link => Fault::Link(self.random_port()),
+            FaultKind::Link => Fault::Link(self.random_switch_port()),
             FaultKind::Disk => Fault::Disk { fails_every_write: self.random_below(2) == 0 },
             FaultKind::Etcd => Fault::Etcd {
                 is_leader: self.random_below(2) == 0,
@@ -124,44 +126,44 @@ impl FaultSchedule {
         1 + self.random_below(self.component_counts.racks.into()) as u16
     }
 
-    fn role_count(&self) -> u32 {
+    fn daemon_role_count(&self) -> u32 {
         if self.component_counts.racks > 0 { 4 } else { 3 }
     }
 
     /// Returns the name of a random daemon; each role has the same probability.
     fn random_daemon(&mut self) -> String {
-        match self.random_below(self.role_count()) {
+        match self.random_below(self.daemon_role_count()) {
             0 => controller_name(1 + self.random_below(self.component_counts.controllers.into()) as u16),
             1 => load_balancer_name(self.random_load_balancer()),
-            3 => rack_name(self.random_rack()),
+            3 => rack_controller_name(self.random_rack()),
             _ => agent_name(self.random_server()),
         }
     }
 
-    fn random_port(&mut self) -> String {
-        match self.random_below(self.role_count()) {
-            0 => CONTROLLER.to_owned(),
+    fn random_switch_port(&mut self) -> String {
+        match self.random_below(self.daemon_role_count()) {
+            0 => FIRST_CONTROLLER_NAME.to_owned(),
             1 => load_balancer_name(self.random_load_balancer()),
-            3 => rack_name(self.random_rack()),
+            3 => rack_controller_name(self.random_rack()),
             _ => format!("s{}", self.random_server()),
         }
     }
 
     /// Returns two different ports: packets from the first to the second will be dropped.
-    fn random_port_pair(&mut self) -> (String, String) {
-        let from = self.random_port();
+    fn random_switch_port_pair(&mut self) -> (String, String) {
+        let source_port = self.random_switch_port();
         loop {
-            let to = self.random_port();
-            if to != from {
-                return (from, to);
+            let to = self.random_switch_port();
+            if to != source_port {
+                return (source_port, to);
             }
         }
     }
 
     /// Returns a random clock offset (s) of seconds, minutes, hours or days, positive or negative.
     fn random_clock_offset_s(&mut self) -> i64 {
-        let unit = [1, 60, 3_600, 86_400][self.random_below(4) as usize];
-        let by = i64::from(1 + self.random_below(59)) * unit;
+        let unit_seconds = [1, 60, 3_600, 86_400][self.random_below(4) as usize];
+        let by = i64::from(1 + self.random_below(59)) * unit_seconds;
         if self.random_below(2) == 0 { by } else { -by }
     }
 }
@@ -172,23 +174,25 @@ mod tests {
 
     use super::*;
 
-    const PARTS: ComponentCounts = ComponentCounts { controllers: 1, load_balancers: 2, racks: 2, servers: 4 };
+    const COMPONENT_COUNTS: ComponentCounts =
+        ComponentCounts { controllers: 1, load_balancers: 2, racks: 2, servers: 4 };
 
     #[test]
-    fn seed_determines_the_schedule_and_every_kind_occurs() {
-        let rounds = |seed| {
-            let mut schedule = FaultSchedule::new(seed, &FaultKind::ALL, PARTS);
+    fn equal_seeds_give_equal_schedules_with_every_kind_of_fault() {
+        let rounds_of_seed = |seed| {
+            let mut schedule = FaultSchedule::new(seed, &FaultKind::ALL, COMPONENT_COUNTS);
             (0..40).map(|_| schedule.next_round()).collect::<Vec<_>>()
         };
-        assert_eq!(rounds(1), rounds(1));
-        assert_ne!(rounds(1), rounds(2));
-        let kinds: BTreeSet<&str> = rounds(3).iter().flatten().map(|planned| planned.fault.kind().name()).collect();
-        assert_eq!(kinds.len(), FaultKind::ALL.len(), "{kinds:?}");
+        assert_eq!(rounds_of_seed(1), rounds_of_seed(1));
+        assert_ne!(rounds_of_seed(1), rounds_of_seed(2));
+        let occurring_kinds: BTreeSet<&str> =
+            rounds_of_seed(3).iter().flatten().map(|planned| planned.fault.kind().name()).collect();
+        assert_eq!(occurring_kinds.len(), FaultKind::ALL.len(), "{occurring_kinds:?}");
     }
 
     #[test]
-    fn no_daemon_has_two_faults_at_once() {
-        let mut schedule = FaultSchedule::new(5, &FaultKind::ALL, PARTS);
+    fn no_daemon_has_two_overlapping_faults() {
+        let mut schedule = FaultSchedule::new(5, &FaultKind::ALL, COMPONENT_COUNTS);
         for round in (0..500).map(|_| schedule.next_round()) {
             assert!(!round.is_empty());
             for (position, planned) in round.iter().enumerate() {

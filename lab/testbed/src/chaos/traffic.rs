@@ -13,15 +13,15 @@ use std::time::{Duration, Instant};
 use anyhow::ensure;
 use serde::Serialize;
 
-use crate::conformance::{download_once, parse_wrk};
+use crate::conformance::{download_once, parse_wrk_output};
 use crate::connection_errors::BrokenConnections;
-use crate::http::{Connection, RespondingWorker};
-use crate::nginx::WORKER_PATH;
+use crate::http::{HttpConnection, WorkerIdentity};
+use crate::nginx::WORKER_IDENTITY_PATH;
 use crate::stream::client::{StreamClient, StreamWorkload};
 use crate::topology::Testbed;
 
 /// Returns the address of the stream service; nginx has the address [`Testbed::service`].
-pub fn stream_service(testbed: &Testbed) -> SocketAddr {
+pub fn stream_service_address(testbed: &Testbed) -> SocketAddr {
     SocketAddr::new(testbed.service().ip(), 9000)
 }
 /// Number of simultaneous downloads, each limited to [`DOWNLOAD_RATE`].
@@ -39,9 +39,9 @@ const WRK_SECONDS: u64 = 10;
 const WRK_DELAY_MS: u32 = 20;
 /// Number of new streams per second; each client address has ports for 50,000 streams.
 const STREAMS_PER_SECOND: f64 = 40.0;
-const MAX_FAILURES: usize = 20;
+const MAX_RECORDED_FAILURES: usize = 20;
 /// Maximum time until the open streams end after the end of the run.
-const STREAMS_LIMIT: Duration = Duration::from_secs(60);
+const STREAMS_END_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Numbers of good and broken connections or requests, by kind of client.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
@@ -71,13 +71,13 @@ pub struct ClientCounts {
 
 impl TrafficCounts {
     /// Returns the number of failures of all kinds of client.
-    pub fn broken(&self) -> u64 {
+    pub fn broken_count(&self) -> u64 {
         let Self { downloads, requests, short, kept, streams, .. } = self;
         [downloads, requests, short, kept, streams].iter().map(|count| count.broken).sum()
     }
 
     /// Returns the number of successes of all kinds of client.
-    pub fn good(&self) -> u64 {
+    pub fn good_count(&self) -> u64 {
         let Self { downloads, requests, short, kept, streams, .. } = self;
         [downloads, requests, short, kept, streams].iter().map(|count| count.good).sum()
     }
@@ -85,96 +85,114 @@ impl TrafficCounts {
 
 /// Clients that send requests during a run.
 #[derive(Debug)]
-pub struct Traffic<'a> {
+pub struct TrafficClients<'a> {
     testbed: &'a Testbed,
-    start: Instant,
+    run_start: Instant,
     counts: Mutex<TrafficCounts>,
-    streams: Option<StreamClient>,
-    delay_script: PathBuf,
+    stream_client: Option<StreamClient>,
+    wrk_delay_script_path: PathBuf,
 }
 
 type ClientCountSelector = fn(&mut TrafficCounts) -> &mut ClientCounts;
 
-impl<'a> Traffic<'a> {
+impl<'a> TrafficClients<'a> {
     /// Starts the stream client, which opens connections for `seconds`. Fails when its process cannot be started.
     pub fn start(testbed: &'a Testbed, seconds: u32, seed: u64) -> anyhow::Result<Self> {
-        let delay_script = testbed.directory().join("delay.lua");
-        fs::write(&delay_script, format!("function delay() return {WRK_DELAY_MS} end\n"))?;
+        let delay_script_path = testbed.directory().join("delay.lua");
+        fs::write(&delay_script_path, format!("function delay() return {WRK_DELAY_MS} end\n"))?;
         // Address 0 is for the other clients, whose kernel chooses ports.
-        let addresses = 1..testbed.options().client_addresses;
-        let streams = StreamWorkload { seed, ..StreamWorkload::steady(STREAMS_PER_SECOND, seconds) };
-        let streams = testbed.start_stream_client_at(stream_service(testbed), addresses, &streams, None)?;
-        Ok(Self { testbed, start: Instant::now(), counts: Mutex::default(), streams: Some(streams), delay_script })
+        let client_addresses = 1..testbed.options().client_addresses;
+        let stream_workload = StreamWorkload { seed, ..StreamWorkload::steady(STREAMS_PER_SECOND, seconds) };
+        let stream_client = testbed.start_stream_client_at_address(
+            stream_service_address(testbed),
+            client_addresses,
+            &stream_workload,
+            None,
+        )?;
+        Ok(Self {
+            testbed,
+            run_start: Instant::now(),
+            counts: Mutex::default(),
+            stream_client: Some(stream_client),
+            wrk_delay_script_path: delay_script_path,
+        })
     }
 
-    /// Returns the counts so far, without streams: [`Traffic::finish`] counts them.
+    /// Returns the counts so far, without streams: [`TrafficClients::finish`] counts them.
     pub fn counts(&self) -> TrafficCounts {
         self.counts.lock().expect("no client panics").clone()
     }
 
     /// Starts all clients except the stream client. They end soon after `done` is set.
     pub fn spawn<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>, done: &'scope AtomicBool) {
-        let going = move || !done.load(Ordering::Relaxed);
+        let is_running = move || !done.load(Ordering::Relaxed);
         for _ in 0..DOWNLOADER_COUNT {
             scope.spawn(move || {
-                while going() {
-                    let outcome = download_once(self.testbed, &["--limit-rate", DOWNLOAD_RATE]);
-                    self.record_outcome(|seen| &mut seen.downloads, "download", outcome);
+                while is_running() {
+                    let result = download_once(self.testbed, &["--limit-rate", DOWNLOAD_RATE]);
+                    self.record_result(|seen| &mut seen.downloads, "download", result);
                 }
             });
         }
         scope.spawn(move || {
-            while going() {
+            while is_running() {
                 self.run_wrk();
             }
         });
         scope.spawn(move || {
-            while going() {
-                let outcome =
-                    self.in_client(|| Connection::open_to(self.testbed.service(), None)?.query_worker().map(drop));
-                self.record_outcome(|seen| &mut seen.short, "short connection", outcome);
+            while is_running() {
+                let result = self
+                    .run_at_client(|| HttpConnection::open_to(self.testbed.service(), None)?.query_worker().map(drop));
+                self.record_result(|seen| &mut seen.short, "short connection", result);
                 std::thread::sleep(SHORT_CONNECTION_INTERVAL);
             }
         });
-        scope.spawn(move || self.query_persistent_connections(going));
+        scope.spawn(move || self.query_persistent_connections(is_running));
     }
 
     /// Waits for the end of the streams and returns all counts. Fails when the stream client fails.
     pub fn finish(mut self) -> anyhow::Result<TrafficCounts> {
-        let mut seen = self.counts();
-        if let Some(streams) = self.streams.take() {
-            let report = streams.finish(STREAMS_LIMIT)?;
-            let total = report.total();
-            seen.streams = ClientCounts { good: total.completed + report.open_at_end, broken: total.broken.total() };
-            seen.streams_broken = total.broken;
-            for (second, broken) in (0..).zip(&report.seconds).filter(|(_, second)| second.broken.total() > 0) {
+        let mut traffic_counts = self.counts();
+        if let Some(streams) = self.stream_client.take() {
+            let report = streams.wait_and_report(STREAMS_END_TIMEOUT)?;
+            let stream_totals = report.sum_of_seconds();
+            traffic_counts.streams = ClientCounts {
+                good: stream_totals.completed + report.open_at_end,
+                broken: stream_totals.broken.total_count(),
+            };
+            traffic_counts.streams_broken = stream_totals.broken;
+            for (second, broken) in (0..).zip(&report.seconds).filter(|(_, second)| second.broken.total_count() > 0) {
                 self.report_failure(
-                    &mut seen.failures,
+                    &mut traffic_counts.failures,
                     Duration::from_secs(second),
                     format!("stream: {:?}", broken.broken),
                 );
             }
         }
-        Ok(seen)
+        Ok(traffic_counts)
     }
 
-    fn in_client<T: Send>(&self, action: impl FnOnce() -> anyhow::Result<T> + Send) -> anyhow::Result<T> {
-        self.testbed.client().within(action)
+    fn run_at_client<T: Send>(&self, action: impl FnOnce() -> anyhow::Result<T> + Send) -> anyhow::Result<T> {
+        self.testbed.client().run_within(action)
     }
 
-    fn record_outcome(&self, of: ClientCountSelector, what: &str, outcome: anyhow::Result<()>) {
-        let mut seen = self.counts.lock().expect("no client panics");
+    fn record_result(&self, of: ClientCountSelector, what: &str, outcome: anyhow::Result<()>) {
+        let mut traffic_counts = self.counts.lock().expect("no client panics");
         match outcome {
-            Ok(()) => of(&mut seen).good += 1,
+            Ok(()) => of(&mut traffic_counts).good += 1,
             Err(error) => {
-                of(&mut seen).broken += 1;
-                self.report_failure(&mut seen.failures, self.start.elapsed(), format!("{what}: {error:#}"));
+                of(&mut traffic_counts).broken += 1;
+                self.report_failure(
+                    &mut traffic_counts.failures,
+                    self.run_start.elapsed(),
+                    format!("{what}: {error:#}"),
+                );
             }
         }
     }
 
     fn report_failure(&self, failures: &mut Vec<String>, at: Duration, what: String) {
-        if failures.len() < MAX_FAILURES {
+        if failures.len() < MAX_RECORDED_FAILURES {
             failures.push(format!("{:.1} s: {what}", at.as_secs_f64()));
         }
     }
@@ -182,36 +200,41 @@ impl<'a> Traffic<'a> {
     fn run_wrk(&self) {
         let mut command = Command::new("wrk");
         command.args(["--threads", "1", "--connections", "8", "--timeout", "10s", "--duration"]);
-        command.arg(format!("{WRK_SECONDS}s")).arg("--script").arg(&self.delay_script);
-        command.arg(format!("http://{}{WORKER_PATH}", self.testbed.service()));
-        let outcome = self.testbed.run(self.testbed.client(), command);
-        match outcome.and_then(|output| parse_wrk(&String::from_utf8_lossy(&output.stdout))) {
+        command.arg(format!("{WRK_SECONDS}s")).arg("--script").arg(&self.wrk_delay_script_path);
+        command.arg(format!("http://{}{WORKER_IDENTITY_PATH}", self.testbed.service()));
+        let wrk_output = self.testbed.run_command(self.testbed.client(), command);
+        match wrk_output.and_then(|output| parse_wrk_output(&String::from_utf8_lossy(&output.stdout))) {
             Ok((requests, errors)) => {
-                let mut seen = self.counts.lock().expect("no client panics");
-                seen.requests.good += requests;
-                seen.requests.broken += errors;
+                let mut traffic_counts = self.counts.lock().expect("no client panics");
+                traffic_counts.requests.good += requests;
+                traffic_counts.requests.broken += errors;
                 if errors > 0 {
-                    self.report_failure(&mut seen.failures, self.start.elapsed(), format!("wrk: {errors} errors"));
+                    self.report_failure(
+                        &mut traffic_counts.failures,
+                        self.run_start.elapsed(),
+                        format!("wrk: {errors} errors"),
+                    );
                 }
             }
-            Err(error) => self.record_outcome(|seen| &mut seen.requests, "wrk", Err(error)),
+            Err(error) => self.record_result(|seen| &mut seen.requests, "wrk", Err(error)),
         }
     }
 
     /// Sends requests on the persistent connections, one connection after the other, as long as `going` is true.
     fn query_persistent_connections(&self, going: impl Fn() -> bool) {
-        let mut kept: Vec<Option<(Connection, RespondingWorker)>> =
+        let mut persistent_connections: Vec<Option<(HttpConnection, WorkerIdentity)>> =
             (0..PERSISTENT_CONNECTION_COUNT).map(|_| None).collect();
         while going() {
-            for place in &mut kept {
-                let asked = Instant::now();
-                let outcome = self.in_client(|| check_same_worker(place, self.testbed.service()));
-                if outcome.is_err() {
+            for place in &mut persistent_connections {
+                let query_start = Instant::now();
+                let query_result = self.run_at_client(|| check_same_worker(place, self.testbed.service()));
+                if query_result.is_err() {
                     *place = None;
                 }
-                self.record_outcome(|seen| &mut seen.kept, "kept connection", outcome);
+                self.record_result(|seen| &mut seen.kept, "kept connection", query_result);
                 std::thread::sleep(
-                    (PERSISTENT_QUERY_INTERVAL / PERSISTENT_CONNECTION_COUNT as u32).saturating_sub(asked.elapsed()),
+                    (PERSISTENT_QUERY_INTERVAL / PERSISTENT_CONNECTION_COUNT as u32)
+                        .saturating_sub(query_start.elapsed()),
                 );
             }
         }
@@ -219,16 +242,16 @@ impl<'a> Traffic<'a> {
 }
 
 /// Sends a request on a connection, which it opens if necessary. Fails when another worker answers than before.
-fn check_same_worker(place: &mut Option<(Connection, RespondingWorker)>, service: SocketAddr) -> anyhow::Result<()> {
+fn check_same_worker(place: &mut Option<(HttpConnection, WorkerIdentity)>, service: SocketAddr) -> anyhow::Result<()> {
     match place {
         None => {
-            let mut connection = Connection::open_to(service, None)?;
-            let first = connection.query_worker()?;
-            *place = Some((connection, first));
+            let mut connection = HttpConnection::open_to(service, None)?;
+            let first_worker = connection.query_worker()?;
+            *place = Some((connection, first_worker));
         }
         Some((connection, first)) => {
-            let now = connection.query_worker()?;
-            ensure!(now == *first, "answered by {first:?} at first, by {now:?} now");
+            let current_worker = connection.query_worker()?;
+            ensure!(current_worker == *first, "answered by {first:?} at first, by {current_worker:?} now");
         }
     }
     Ok(())

@@ -5,55 +5,56 @@ use anyhow::Context as _;
 /// Meter of the share of CPU time that the host was not idle, summed over several periods.
 #[derive(Debug, Default)]
 pub struct CpuMeter {
-    started: Ticks,
-    total: Ticks,
+    period_start: CpuTicks,
+    measured_ticks: CpuTicks,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
-struct Ticks {
-    busy: u64,
-    idle: u64,
+struct CpuTicks {
+    busy_ticks: u64,
+    idle_ticks: u64,
 }
 
 impl CpuMeter {
     /// Creates a meter. Fails when /proc/stat has an unexpected format.
     pub fn new() -> anyhow::Result<Self> {
-        read().map(|started| Self { started, total: Ticks::default() })
+        read_cpu_ticks().map(|started| Self { period_start: started, measured_ticks: CpuTicks::default() })
     }
 
     /// Starts a measured period. Fails when /proc/stat has an unexpected format.
     pub fn start(&mut self) -> anyhow::Result<()> {
-        self.started = read()?;
+        self.period_start = read_cpu_ticks()?;
         Ok(())
     }
 
     /// Ends the measured period. Fails when /proc/stat has an unexpected format.
     pub fn stop(&mut self) -> anyhow::Result<()> {
-        let now = read()?;
-        self.total.busy += now.busy - self.started.busy;
-        self.total.idle += now.idle - self.started.idle;
+        let current_ticks = read_cpu_ticks()?;
+        self.measured_ticks.busy_ticks += current_ticks.busy_ticks - self.period_start.busy_ticks;
+        self.measured_ticks.idle_ticks += current_ticks.idle_ticks - self.period_start.idle_ticks;
         Ok(())
     }
 
     /// Returns the busy share of CPU time over all measured periods (%).
     pub fn busy_pct(&self) -> f64 {
-        100.0 * self.total.busy as f64 / (self.total.busy + self.total.idle).max(1) as f64
+        100.0 * self.measured_ticks.busy_ticks as f64
+            / (self.measured_ticks.busy_ticks + self.measured_ticks.idle_ticks).max(1) as f64
     }
 }
 
-fn read() -> anyhow::Result<Ticks> {
+fn read_cpu_ticks() -> anyhow::Result<CpuTicks> {
     let text = std::fs::read_to_string("/proc/stat").context("cannot read /proc/stat")?;
-    parse(&text).context("the first line of /proc/stat is not as in proc(5)")
+    parse_cpu_ticks(&text).context("the first line of /proc/stat is not as in proc(5)")
 }
 
 /// Parses the first line of /proc/stat, `cpu user nice system idle iowait irq softirq steal ...`: proc(5).
-fn parse(text: &str) -> Option<Ticks> {
-    let numbers = text.lines().next()?.strip_prefix("cpu ")?;
-    let ticks: Vec<u64> = numbers.split_whitespace().map(str::parse).collect::<Result<_, _>>().ok()?;
-    let idle = ticks.get(3)? + ticks.get(4)?;
+fn parse_cpu_ticks(text: &str) -> Option<CpuTicks> {
+    let tick_fields = text.lines().next()?.strip_prefix("cpu ")?;
+    let ticks: Vec<u64> = tick_fields.split_whitespace().map(str::parse).collect::<Result<_, _>>().ok()?;
+    let idle_ticks = ticks.get(3)? + ticks.get(4)?;
     // `user` includes the guests' times, which follow the eighth field.
-    let all: u64 = ticks.iter().take(8).sum();
-    Some(Ticks { busy: all - idle, idle })
+    let total_ticks: u64 = ticks.iter().take(8).sum();
+    Some(CpuTicks { busy_ticks: total_ticks - idle_ticks, idle_ticks })
 }
 
 #[cfg(test)]
@@ -61,9 +62,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn idle_and_iowait_are_not_busy() {
-        let ticks = parse("cpu  10 1 5 70 10 1 2 1 99 0\ncpu0 ...").unwrap();
-        assert_eq!((ticks.busy, ticks.idle), (20, 80));
-        assert!(parse("intr 5").is_none());
+    fn iowait_counts_as_idle_time() {
+        let ticks = parse_cpu_ticks("cpu  10 1 5 70 10 1 2 1 99 0\ncpu0 ...").unwrap();
+        assert_eq!((ticks.busy_ticks, ticks.idle_ticks), (20, 80));
+        assert!(parse_cpu_ticks("intr 5").is_none());
     }
 }

@@ -28,7 +28,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use coreward_model::arrivals::{ArrivalLog, Workload};
-use coreward_model::replay::{Placer, ReplaySettings, replay};
+use coreward_model::replay::{PlacementMethod, ReplaySettings, replay_for_variances};
 use coreward_model::statistics::median;
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -56,21 +56,21 @@ pub fn run(options: &DemoOptions) -> anyhow::Result<()> {
     {
         bail!(missing);
     }
-    interrupt::catch()?;
+    interrupt::catch_signals()?;
     fs::create_dir_all(&options.out).with_context(|| format!("cannot create {}", options.out.display()))?;
-    let logs = write_logs(options)?;
+    let log_files = write_arrival_logs(options)?;
     if options.simulated {
-        println!("{}", results::simulated_table(&options.policies(), &simulate_logs(options, &logs)));
+        println!("{}", results::simulated_table(&options.policies(), &simulate_logs(options, &log_files)));
         return Ok(());
     }
-    let progress = progress_bar(options);
-    let results = run_all(options, &logs, &progress)?;
-    progress.finish_and_clear();
-    fs::write(options.out.join("demo.json"), results.json()?)?;
-    picture::draw(&results, &options.out.join("demo.svg"))?;
+    let progress_bar = create_progress_bar(options);
+    let demo_results = run_simulation_and_testbeds(options, &log_files, &progress_bar)?;
+    progress_bar.finish_and_clear();
+    fs::write(options.out.join("demo.json"), demo_results.json()?)?;
+    picture::draw_picture(&demo_results, &options.out.join("demo.svg"))?;
     match options.format {
-        Format::Json => println!("{}", results.json()?),
-        Format::Text => println!("{}", results.text(&options.out)),
+        Format::Json => println!("{}", demo_results.json()?),
+        Format::Text => println!("{}", demo_results.text(&options.out)),
     }
     Ok(())
 }
@@ -81,76 +81,84 @@ struct LogFile {
     path: PathBuf,
 }
 
-fn write_logs(options: &DemoOptions) -> anyhow::Result<Vec<LogFile>> {
+fn write_arrival_logs(options: &DemoOptions) -> anyhow::Result<Vec<LogFile>> {
     let workload = Workload {
         duration_us: options.seconds * 1_000_000,
         core_count: u32::from(options.servers) * u32::from(options.cores),
         ..Workload::default()
     };
-    let write = |seed: &u64| {
+    let write_log = |seed: &u64| {
         let arrival_log = workload.generate(*seed);
-        let path = fs::canonicalize(&options.out)?.join(format!("arrivals-seed{seed}.txt"));
-        fs::write(&path, arrival_log.to_string()).with_context(|| format!("cannot write {}", path.display()))?;
-        Ok(LogFile { arrival_log, path })
+        let log_path = fs::canonicalize(&options.out)?.join(format!("arrivals-seed{seed}.txt"));
+        fs::write(&log_path, arrival_log.to_string())
+            .with_context(|| format!("cannot write {}", log_path.display()))?;
+        Ok(LogFile { arrival_log, path: log_path })
     };
-    options.seeds.iter().map(write).collect()
+    options.seeds.iter().map(write_log).collect()
 }
 
-fn run_all(options: &DemoOptions, logs: &[LogFile], progress: &ProgressBar) -> anyhow::Result<DemoResults> {
+fn run_simulation_and_testbeds(
+    options: &DemoOptions,
+    logs: &[LogFile],
+    progress: &ProgressBar,
+) -> anyhow::Result<DemoResults> {
     let timeline = Timeline::new(options.seconds);
-    let noise_floors: Vec<f64> = logs.iter().map(|log| noise_floor(options, &log.arrival_log)).collect();
+    let noise_floors: Vec<f64> = logs.iter().map(|log| noise_floor_pct(options, &log.arrival_log)).collect();
     // The simulation runs first, because it would disturb measurements.
-    announce(progress, "simulating the same logs under the same policies".to_owned());
-    let simulated = simulate_logs(options, logs);
+    announce_step(progress, "simulating the same logs under the same policies".to_owned());
+    let simulated_variances = simulate_logs(options, logs);
     interrupt::ensure_not_interrupted()?;
-    let mut testbeds = Vec::new();
+    let mut policy_testbeds = Vec::new();
     for policy in options.policies() {
-        announce(progress, format!("starting testbed, controller, load balancer, agents: {policy}"));
-        testbeds.push(PolicyTestbed::start(policy, options, logs[0].arrival_log.source_address_count)?);
+        announce_step(progress, format!("starting testbed, controller, load balancer, agents: {policy}"));
+        policy_testbeds.push(PolicyTestbed::start(policy, options, logs[0].arrival_log.source_address_count)?);
         progress.inc(1);
         interrupt::ensure_not_interrupted()?;
     }
-    let mut machine = CpuMeter::new()?;
-    let mut runs: Vec<PolicyRuns> = testbeds.iter().map(|testbed| PolicyRuns::new(testbed.policy())).collect();
-    let first_generations = generations(&testbeds)?;
+    let mut cpu_meter = CpuMeter::new()?;
+    let mut policy_runs: Vec<PolicyRuns> =
+        policy_testbeds.iter().map(|testbed| PolicyRuns::new(testbed.policy())).collect();
+    let first_generations = query_table_generations(&policy_testbeds)?;
     for (position, log) in logs.iter().enumerate() {
-        let measures = run_seed(&mut testbeds, position, log, &timeline, &mut machine, progress)?;
-        runs.iter_mut().zip(measures).for_each(|(runs, measures)| runs.seeds.push(measures));
+        let seed_measures = run_seed(&mut policy_testbeds, position, log, &timeline, &mut cpu_meter, progress)?;
+        policy_runs.iter_mut().zip(seed_measures).for_each(|(runs, measures)| runs.seed_measures.push(measures));
     }
-    for ((runs, before), after) in runs.iter_mut().zip(first_generations).zip(generations(&testbeds)?) {
+    for ((runs, before), after) in
+        policy_runs.iter_mut().zip(first_generations).zip(query_table_generations(&policy_testbeds)?)
+    {
         runs.table_generations = after - before;
     }
     Ok(DemoResults {
-        runs,
-        simulated,
+        policy_runs,
+        simulated_variances,
         noise_floor_pct: median(&noise_floors).context("no seed")?,
         seconds: options.seconds,
         servers: options.servers,
         cores: options.cores,
         timeline,
-        machine_busy_pct: machine.busy_pct(),
+        machine_busy_pct: cpu_meter.busy_pct(),
     })
 }
 
 fn simulate_logs(options: &DemoOptions, logs: &[LogFile]) -> Vec<SimulatedVariances> {
-    let of_seeds: Vec<&ArrivalLog> = logs.iter().map(|log| &log.arrival_log).collect();
-    simulated::simulate(options, &options.policies(), &of_seeds, &Timeline::new(options.seconds))
+    let arrival_logs: Vec<&ArrivalLog> = logs.iter().map(|log| &log.arrival_log).collect();
+    simulated::simulate_policies(options, &options.policies(), &arrival_logs, &Timeline::new(options.seconds))
 }
 
 /// Returns the per-core variance of a placement that knows all future requests. No load balancer can do better, because
 /// requests are indivisible.
-fn noise_floor(options: &DemoOptions, log: &ArrivalLog) -> f64 {
+fn noise_floor_pct(options: &DemoOptions, log: &ArrivalLog) -> f64 {
     let warm_up_us = timeline::SETTLE_SECONDS * 1_000_000;
-    let pools = ReplaySettings {
+    let replay_settings = ReplaySettings {
         server_count: options.servers,
-        core_count: options.cores,
-        warm_up_us,
+        cores_per_server: options.cores,
+        warm_up_time_us: warm_up_us,
         ..ReplaySettings::default()
     };
-    replay(log, pools, Placer::Oracle).core_pct
+    replay_for_variances(log, replay_settings, PlacementMethod::Oracle).core_pct
 }
 
-fn generations(testbeds: &[PolicyTestbed]) -> anyhow::Result<Vec<u64>> {
+fn query_table_generations(testbeds: &[PolicyTestbed]) -> anyhow::Result<Vec<u64>> {
     testbeds.iter().map(PolicyTestbed::table_generation).collect()
 }
 
@@ -165,39 +173,39 @@ fn run_seed(
     let seed = log.arrival_log.seed;
     let start_ns = now_ns() + START_DELAY.as_nanos() as u64;
     for testbed in &mut *testbeds {
-        testbed.start_load(position, &log.path, start_ns)?;
+        testbed.start_load_generator(position, &log.path, start_ns)?;
     }
-    announce(progress, format!("seed {seed}"));
+    announce_step(progress, format!("seed {seed}"));
     machine.start()?;
     for second in 0..=timeline.seconds() {
         interrupt::sleep_until(start_ns + second * 1_000_000_000)?;
         for testbed in &mut *testbeds {
             testbed.record_busy_times()?;
         }
-        if let Some(event) = timeline.event(second) {
+        if let Some(event) = timeline.pool_change_at(second) {
             for testbed in &mut *testbeds {
                 testbed.change_pool(event)?;
             }
-            announce(progress, format!("seed {seed}: a server {}", event.action()));
+            announce_step(progress, format!("seed {seed}: a server {}", event.action()));
         }
         progress.inc(u64::from(second > 0));
     }
     machine.stop()?;
-    let measures = testbeds.iter_mut().map(|testbed| testbed.finish(seed, timeline)).collect();
+    let seed_measures = testbeds.iter_mut().map(|testbed| testbed.finish_seed(seed, timeline)).collect();
     std::thread::sleep(SEED_PAUSE);
-    measures
+    seed_measures
 }
 
 /// Prints the current step in the progress bar, or as a line if there is no bar.
-fn announce(progress: &ProgressBar, message: String) {
+fn announce_step(progress: &ProgressBar, message: String) {
     if progress.is_hidden() {
         eprintln!("{message}");
     }
     progress.set_message(message);
 }
 
-fn progress_bar(options: &DemoOptions) -> ProgressBar {
-    let steps = options.policies().len() as u64 + options.seconds * options.seeds.len() as u64;
+fn create_progress_bar(options: &DemoOptions) -> ProgressBar {
+    let step_count = options.policies().len() as u64 + options.seconds * options.seeds.len() as u64;
     let style = ProgressStyle::with_template("{elapsed_precise} [{bar:40}] {percent:>3} % {msg}");
-    ProgressBar::new(steps).with_style(style.expect("a template that is known to be right"))
+    ProgressBar::new(step_count).with_style(style.expect("a template that is known to be right"))
 }

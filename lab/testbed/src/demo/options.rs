@@ -6,7 +6,7 @@ use clap::ValueEnum;
 use clap::builder::PossibleValuesParser;
 use coreward_model::policy;
 
-use super::timeline::SECONDS_MIN;
+use super::timeline::MIN_RUN_SECONDS;
 use crate::network_options::NetworkOptions;
 
 /// Names of the policies in Fig. 2a of CrossRSS (Barbette et al., CoNEXT'20), and of coreward's own policy.
@@ -16,7 +16,7 @@ const COMPARED_POLICIES: [&str; 5] = ["hash", "rr", "pow2", "crossrss", "crossrs
 #[derive(Debug, Clone, clap::Args)]
 pub struct DemoOptions {
     /// Length of each seed's run (s)
-    #[arg(long, default_value_t = 38, value_parser = clap::value_parser!(u64).range(SECONDS_MIN..=3600))]
+    #[arg(long, default_value_t = 38, value_parser = clap::value_parser!(u64).range(MIN_RUN_SECONDS..=3600))]
     pub seconds: u64,
     /// Number of servers in the pool at the start; another server joins later
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=32))]
@@ -69,8 +69,8 @@ pub enum Format {
 impl DemoOptions {
     /// Returns the names of the policies to run, each once, in the order of the registry.
     pub fn policies(&self) -> Vec<&'static str> {
-        let asked = |name: &&str| self.only.iter().any(|only| only == name);
-        policy::names().into_iter().filter(asked).collect()
+        let is_requested = |name: &&str| self.only.iter().any(|only| only == name);
+        policy::names().into_iter().filter(is_requested).collect()
     }
 }
 
@@ -81,18 +81,18 @@ mod tests {
     use super::*;
 
     #[derive(clap::Parser)]
-    struct Command {
+    struct TestCommand {
         #[command(flatten)]
         options: DemoOptions,
     }
 
     fn parse(line: &str) -> Result<DemoOptions, String> {
-        let words = std::iter::once("demo").chain(line.split_whitespace());
-        Command::try_parse_from(words).map(|command| command.options).map_err(|error| error.to_string())
+        let arguments = std::iter::once("demo").chain(line.split_whitespace());
+        TestCommand::try_parse_from(arguments).map(|command| command.options).map_err(|error| error.to_string())
     }
 
     #[test]
-    fn defaults_are_the_compared_policies_and_five_seeds() {
+    fn default_options_are_the_compared_policies_and_five_seeds() {
         let options = parse("").unwrap();
         assert_eq!(options.policies(), COMPARED_POLICIES);
         assert_eq!((options.seeds, options.seconds), (vec![1, 2, 3, 4, 5], 38));
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn impossible_options_are_rejected() {
+    fn options_that_cannot_be_met_are_rejected() {
         for (line, named) in [
             ("--policy crosrss", "crossrss-plus"),
             ("--seconds 17", "18..=3600"),

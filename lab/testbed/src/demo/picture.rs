@@ -10,15 +10,15 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 use super::results::{DemoResults, PolicyRuns};
 
-const SIZE: (u32, u32) = (1200, 560);
+const PICTURE_SIZE: (u32, u32) = (1200, 560);
 /// Width of the panel that shows the variance by second (pixels).
 const TIME_PANEL_WIDTH: u32 = 740;
 const FONT: (&str, u32) = ("sans-serif", 14);
 const SMALL_FONT: (&str, u32) = ("sans-serif", 12);
 /// Height of a line of a label, as a fraction of the panel's height.
-const LABEL_LINE: f64 = 0.032;
+const LABEL_LINE_HEIGHT: f64 = 0.032;
 /// Colours of the policies, by Okabe and Ito: distinguishable with colour-blindness.
-const COLOURS: [RGBColor; 6] = [
+const POLICY_COLORS: [RGBColor; 6] = [
     RGBColor(213, 94, 0),
     RGBColor(230, 159, 0),
     RGBColor(86, 180, 233),
@@ -28,51 +28,52 @@ const COLOURS: [RGBColor; 6] = [
 ];
 const EXCLUDED_COLOR: RGBColor = RGBColor(235, 235, 235);
 
-type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+type SvgArea<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
 /// Draws the picture of the results into the file `path`. Fails when the file cannot be written.
-pub fn draw(results: &DemoResults, path: &Path) -> anyhow::Result<()> {
-    let root = SVGBackend::new(path, SIZE).into_drawing_area();
-    let drawn = (|| -> Result<(), DrawingAreaErrorKind<_>> {
-        root.fill(&WHITE)?;
+pub fn draw_picture(results: &DemoResults, path: &Path) -> anyhow::Result<()> {
+    let picture_area = SVGBackend::new(path, PICTURE_SIZE).into_drawing_area();
+    let draw_result = (|| -> Result<(), DrawingAreaErrorKind<_>> {
+        picture_area.fill(&WHITE)?;
         let title = format!(
             "coreward-lab demo: {} servers x {} cores (RSS and cores emulated), medians over {} seeds",
             results.servers,
             results.cores,
-            results.runs[0].seeds.len()
+            results.policy_runs[0].seed_measures.len()
         );
-        let (time, medians) = root.titled(&title, ("sans-serif", 20))?.split_horizontally(TIME_PANEL_WIDTH);
-        draw_by_second(results, &time)?;
+        let (time, medians) = picture_area.titled(&title, ("sans-serif", 20))?.split_horizontally(TIME_PANEL_WIDTH);
+        draw_variance_by_second(results, &time)?;
         draw_medians(results, &medians)?;
-        root.present()
+        picture_area.present()
     })();
-    drawn.map_err(|error| anyhow!("cannot write {}: {error}", path.display()))
+    draw_result.map_err(|error| anyhow!("cannot write {}: {error}", path.display()))
 }
 
-fn colour(index: usize) -> RGBColor {
-    COLOURS[index % COLOURS.len()]
+fn policy_color(index: usize) -> RGBColor {
+    POLICY_COLORS[index % POLICY_COLORS.len()]
 }
 
 /// Returns the range of the logarithmic variance scale that both panels share. Policies differ by orders of magnitude.
 fn variance_range(results: &DemoResults) -> std::ops::Range<f64> {
-    let live = results.runs.iter().map(|runs| runs.core_variance_pct());
-    let simulated = results.simulated.iter().map(|simulated| simulated.core_variance_pct);
-    let highest = live.chain(simulated).map(|spread| spread.highest).fold(1.0, f64::max);
+    let live_variances = results.policy_runs.iter().map(|runs| runs.core_variance_pct());
+    let simulated_variances = results.simulated_variances.iter().map(|simulated| simulated.core_variance_pct);
+    let highest = live_variances.chain(simulated_variances).map(|spread| spread.highest).fold(1.0, f64::max);
     (results.noise_floor_pct / 2.0).clamp(0.001, 0.5)..highest * 3.0
 }
 
 /// Returns points (second, per-core variance), where the variance is the median over the seeds.
 fn variance_by_second(runs: &PolicyRuns, seconds: u64) -> Vec<(f64, f64)> {
-    let of_second = |second: u64| {
-        let seeds = runs.seeds.iter().filter_map(|seed| seed.windows.get(second as usize)?.core_variance_pct);
-        Some((second as f64 + 0.5, median(&seeds.collect::<Vec<_>>())?))
+    let median_of_second = |second: u64| {
+        let seed_variances =
+            runs.seed_measures.iter().filter_map(|seed| seed.windows.get(second as usize)?.core_variance_pct);
+        Some((second as f64 + 0.5, median(&seed_variances.collect::<Vec<_>>())?))
     };
-    (0..seconds).filter_map(of_second).collect()
+    (0..seconds).filter_map(median_of_second).collect()
 }
 
 type DrawResult = Result<(), DrawingAreaErrorKind<std::io::Error>>;
 
-fn draw_by_second(results: &DemoResults, area: &Area<'_>) -> DrawResult {
+fn draw_variance_by_second(results: &DemoResults, area: &SvgArea<'_>) -> DrawResult {
     let scale = variance_range(results);
     let mut chart = ChartBuilder::on(area)
         .caption("per-core variance % of the work served, by second (colours as on the right)", FONT)
@@ -80,31 +81,32 @@ fn draw_by_second(results: &DemoResults, area: &Area<'_>) -> DrawResult {
         .x_label_area_size(40)
         .y_label_area_size(56)
         .build_cartesian_2d(0.0..results.seconds as f64, scale.clone().log_scale())?;
-    let skipped = (0..results.seconds).filter(|second| !results.timeline.is_counted(*second));
-    chart.draw_series(skipped.map(|second| {
-        let corners = [(second as f64, scale.start), (second as f64 + 1.0, scale.end)];
-        Rectangle::new(corners, EXCLUDED_COLOR.filled())
+    let excluded_seconds = (0..results.seconds).filter(|second| !results.timeline.is_counted(*second));
+    chart.draw_series(excluded_seconds.map(|second| {
+        let rectangle_corners = [(second as f64, scale.start), (second as f64 + 1.0, scale.end)];
+        Rectangle::new(rectangle_corners, EXCLUDED_COLOR.filled())
     }))?;
     chart.configure_mesh().disable_x_mesh().x_desc("s (grey: left out)").label_style(FONT).draw()?;
-    for (at, event) in results.timeline.changes() {
+    for (at, event) in results.timeline.pool_changes() {
         let text = format!("a server {}", event.action());
-        let place = (at as f64 + 0.2, scale.end / 1.1);
-        chart.draw_series(std::iter::once(Text::new(text, place, FONT)))?;
+        let event_label_position = (at as f64 + 0.2, scale.end / 1.1);
+        chart.draw_series(std::iter::once(Text::new(text, event_label_position, FONT)))?;
     }
-    for (index, runs) in results.runs.iter().enumerate() {
-        let line = LineSeries::new(variance_by_second(runs, results.seconds), colour(index).stroke_width(2));
-        chart.draw_series(line)?;
+    for (index, runs) in results.policy_runs.iter().enumerate() {
+        let variance_line =
+            LineSeries::new(variance_by_second(runs, results.seconds), policy_color(index).stroke_width(2));
+        chart.draw_series(variance_line)?;
     }
-    let floor = [0.0, results.seconds as f64].map(|x| (x, results.noise_floor_pct.max(scale.start)));
-    chart.draw_series(DashedLineSeries::new(floor, 6, 4, BLACK.stroke_width(1)))?;
+    let noise_floor_line = [0.0, results.seconds as f64].map(|x| (x, results.noise_floor_pct.max(scale.start)));
+    chart.draw_series(DashedLineSeries::new(noise_floor_line, 6, 4, BLACK.stroke_width(1)))?;
     let text = format!("noise floor {:.3}", results.noise_floor_pct);
-    let place = (0.2, results.noise_floor_pct.max(scale.start * 1.5) / 1.05);
-    chart.draw_series(std::iter::once(Text::new(text, place, FONT))).map(drop)
+    let noise_floor_label_position = (0.2, results.noise_floor_pct.max(scale.start * 1.5) / 1.05);
+    chart.draw_series(std::iter::once(Text::new(text, noise_floor_label_position, FONT))).map(drop)
 }
 
 /// Draws each policy's median as a bar, its range over the seeds as a line, and the simulator's range as a box.
-fn draw_medians(results: &DemoResults, area: &Area<'_>) -> DrawResult {
-    let (count, scale) = (results.runs.len(), variance_range(results));
+fn draw_medians(results: &DemoResults, area: &SvgArea<'_>) -> DrawResult {
+    let (count, scale) = (results.policy_runs.len(), variance_range(results));
     let mut chart = ChartBuilder::on(area)
         .caption("per-core variance %: live by seed (bar, line), simulated by draw (box)", FONT)
         .margin(12)
@@ -112,30 +114,32 @@ fn draw_medians(results: &DemoResults, area: &Area<'_>) -> DrawResult {
         .y_label_area_size(56)
         .build_cartesian_2d(0.0..count as f64, scale.clone().log_scale())?;
     chart.configure_mesh().disable_x_mesh().disable_x_axis().label_style(FONT).draw()?;
-    for (index, runs) in results.runs.iter().enumerate() {
+    for (index, runs) in results.policy_runs.iter().enumerate() {
         let (spread, left) = (runs.core_variance_pct(), index as f64);
-        let bar = [(left + 0.15, scale.start), (left + 0.85, spread.median)];
-        chart.draw_series(std::iter::once(Rectangle::new(bar, colour(index).filled())))?;
-        let middle = left + 0.5;
-        let whisker = [(middle, spread.lowest.max(scale.start)), (middle, spread.highest)];
-        chart.draw_series(LineSeries::new(whisker, BLACK.stroke_width(2)))?;
-        let simulated = results.simulated[index].core_variance_pct;
+        let bar_corners = [(left + 0.15, scale.start), (left + 0.85, spread.median)];
+        chart.draw_series(std::iter::once(Rectangle::new(bar_corners, policy_color(index).filled())))?;
+        let bar_center = left + 0.5;
+        let whisker_line = [(bar_center, spread.lowest.max(scale.start)), (bar_center, spread.highest)];
+        chart.draw_series(LineSeries::new(whisker_line, BLACK.stroke_width(2)))?;
+        let simulated_summary = results.simulated_variances[index].core_variance_pct;
         let (from, to) = (left + 0.62, left + 0.8);
-        let range = [(from, simulated.lowest.max(scale.start)), (to, simulated.highest.max(scale.start))];
+        let box_corners =
+            [(from, simulated_summary.lowest.max(scale.start)), (to, simulated_summary.highest.max(scale.start))];
         for style in [WHITE.filled(), BLACK.stroke_width(1)] {
-            chart.draw_series(std::iter::once(Rectangle::new(range, style)))?;
+            chart.draw_series(std::iter::once(Rectangle::new(box_corners, style)))?;
         }
-        let at_median = [from, to].map(|x| (x, simulated.median.max(scale.start)));
-        chart.draw_series(LineSeries::new(at_median, BLACK.stroke_width(2)))?;
-        let label = SMALL_FONT.into_font().into_text_style(area).pos(Pos::new(HPos::Center, VPos::Bottom));
+        let median_line = [from, to].map(|x| (x, simulated_summary.median.max(scale.start)));
+        chart.draw_series(LineSeries::new(median_line, BLACK.stroke_width(2)))?;
+        let label_style = SMALL_FONT.into_font().into_text_style(area).pos(Pos::new(HPos::Center, VPos::Bottom));
         for (line, text) in [(1.0, runs.policy.to_owned()), (0.0, format!("{:.2}", spread.median))] {
-            let highest = spread.highest.max(simulated.highest);
-            let place = (middle, highest * 1.1 * (scale.end / scale.start).powf(LABEL_LINE * line));
-            chart.draw_series(std::iter::once(Text::new(text, place, label.clone())))?;
+            let highest_value = spread.highest.max(simulated_summary.highest);
+            let label_position =
+                (bar_center, highest_value * 1.1 * (scale.end / scale.start).powf(LABEL_LINE_HEIGHT * line));
+            chart.draw_series(std::iter::once(Text::new(text, label_position, label_style.clone())))?;
         }
     }
-    let floor = [0.0, count as f64].map(|x| (x, results.noise_floor_pct.max(scale.start)));
-    chart.draw_series(DashedLineSeries::new(floor, 6, 4, BLACK.stroke_width(1))).map(drop)
+    let noise_floor_line = [0.0, count as f64].map(|x| (x, results.noise_floor_pct.max(scale.start)));
+    chart.draw_series(DashedLineSeries::new(noise_floor_line, 6, 4, BLACK.stroke_width(1))).map(drop)
 }
 
 #[cfg(test)]
@@ -143,11 +147,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn picture_shows_every_policy() {
+    fn picture_names_every_policy() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("demo.svg");
-        draw(&super::super::results::tests::results(), &path).unwrap();
-        let svg = std::fs::read_to_string(path).unwrap();
+        draw_picture(&super::super::results::tests::results(), &path).unwrap();
+        let picture_text = std::fs::read_to_string(path).unwrap();
         for part in [
             "hash",
             "8.00",
@@ -158,7 +162,7 @@ mod tests {
             "simulated",
             "</svg>",
         ] {
-            assert!(svg.contains(part), "{part:?} is missing");
+            assert!(picture_text.contains(part), "{part:?} is missing");
         }
     }
 }

@@ -24,10 +24,10 @@ pub struct PolicyTestbed {
     policy: &'static str,
     load_generator: Option<Process>,
     fleet: Fleet,
-    servers: BTreeMap<u16, PacedServer>,
+    paced_servers: BTreeMap<u16, PacedServer>,
     /// Number of the server that is not in the pool and will join next.
     waiting_server: u16,
-    samples: Vec<BusyTimeSample>,
+    busy_time_samples: Vec<BusyTimeSample>,
     /// Number of client addresses that one arrival log uses.
     addresses_per_log: u16,
     testbed: Testbed,
@@ -45,9 +45,9 @@ impl PolicyTestbed {
             client_addresses: addresses_per_log * options.seeds.len() as u16,
             ..options.network.testbed_options()
         })?;
-        let mut servers = BTreeMap::new();
+        let mut paced_servers = BTreeMap::new();
         for number in testbed.server_numbers() {
-            servers.insert(number, testbed.start_paced_server(number)?);
+            paced_servers.insert(number, testbed.start_paced_server(number)?);
         }
         let fleet_options = FleetOptions {
             policy: policy.to_owned(),
@@ -56,7 +56,7 @@ impl PolicyTestbed {
             ..options.network.fleet_options()
         };
         let mut fleet = Fleet::start(&testbed, fleet_options).with_context(|| format!("policy {policy}"))?;
-        let mut pool = fleet.pool().clone();
+        let mut pool = fleet.server_pool().clone();
         let waiting_server = options.servers + 1;
         pool.remove(&waiting_server);
         fleet.set_pool(&testbed, pool)?;
@@ -65,9 +65,9 @@ impl PolicyTestbed {
             policy,
             load_generator: None,
             fleet,
-            servers,
+            paced_servers,
             waiting_server,
-            samples: Vec::new(),
+            busy_time_samples: Vec::new(),
             addresses_per_log,
             testbed,
         })
@@ -83,62 +83,63 @@ impl PolicyTestbed {
         status["services"][0]["table_generation"].as_u64().context("a status without a table's generation")
     }
 
-    fn report_path(&self) -> PathBuf {
+    fn load_report_path(&self) -> PathBuf {
         self.testbed.directory().join("load.json")
     }
 
     /// Starts the load generator with the arrival log of index `position`. Fails when it cannot be started.
-    pub fn start_load(&mut self, position: usize, log: &Path, start_ns: u64) -> anyhow::Result<()> {
+    pub fn start_load_generator(&mut self, position: usize, log: &Path, start_ns: u64) -> anyhow::Result<()> {
         let first_address = self.testbed.client_address(self.addresses_per_log * position as u16);
         let mut command = Command::new(lab_command()?);
         command.args(["testbed", "load", "--vip", &self.testbed.service().to_string(), "--log"]).arg(log);
         command.args(["--first-address", &first_address.to_string(), "--start-at", &start_ns.to_string()]);
-        command.stdout(File::create(self.report_path())?);
-        self.samples.clear();
+        command.stdout(File::create(self.load_report_path())?);
+        self.busy_time_samples.clear();
         self.load_generator = Some(self.testbed.spawn(self.testbed.client(), command)?);
         Ok(())
     }
 
     /// Records the busy times of the servers that take new connections. Fails when a core load file cannot be read.
     pub fn record_busy_times(&mut self) -> anyhow::Result<()> {
-        let in_pool = |(number, server): (&u16, &PacedServer)| {
-            let active = self.fleet.pool().get(number) == Some(&AdminState::Active);
-            active.then(|| server.busy_ns().map(|busy_ns| (*number, busy_ns)))
+        let active_server_sample = |(number, server): (&u16, &PacedServer)| {
+            let is_active = self.fleet.server_pool().get(number) == Some(&AdminState::Active);
+            is_active.then(|| server.read_busy_ns().map(|busy_ns| (*number, busy_ns)))
         };
-        self.samples.push(self.servers.iter().filter_map(in_pool).collect::<anyhow::Result<_>>()?);
+        self.busy_time_samples
+            .push(self.paced_servers.iter().filter_map(active_server_sample).collect::<anyhow::Result<_>>()?);
         Ok(())
     }
 
     /// Adds the waiting server to the pool, or drains the server that has been in the pool longest. Fails when the
     /// controller has ended.
     pub fn change_pool(&mut self, event: PoolEvent) -> anyhow::Result<()> {
-        let mut pool = self.fleet.pool().clone();
+        let mut pool = self.fleet.server_pool().clone();
         match event {
             PoolEvent::Join => pool.insert(self.waiting_server, AdminState::Active),
-            PoolEvent::Drain => pool.insert(self.oldest_in_pool(), AdminState::Draining),
+            PoolEvent::Drain => pool.insert(self.oldest_server_in_pool(), AdminState::Draining),
         };
         self.fleet.set_pool(&self.testbed, pool)
     }
 
     /// Returns the longest member of the pool: servers join in a cyclic order, so it follows the waiting server.
-    fn oldest_in_pool(&self) -> u16 {
-        self.waiting_server % self.servers.len() as u16 + 1
+    fn oldest_server_in_pool(&self) -> u16 {
+        self.waiting_server % self.paced_servers.len() as u16 + 1
     }
 
     /// Waits for the load generator, removes the drained server from the pool, and returns the measures of this seed's
     /// run. Fails when the load generator fails or does not end in time.
-    pub fn finish(&mut self, seed: u64, timeline: &Timeline) -> anyhow::Result<SeedMeasures> {
-        let mut load = self.load_generator.take().context("no load generator was started")?;
-        let status = load.wait(*TIMEOUT)?;
-        ensure!(status.success(), "the load generator of policy {} failed: {status}", self.policy);
-        let report: LoadReport = serde_json::from_slice(&fs::read(self.report_path())?)?;
-        let measures = SeedMeasures::new(seed, &std::mem::take(&mut self.samples), timeline, report);
+    pub fn finish_seed(&mut self, seed: u64, timeline: &Timeline) -> anyhow::Result<SeedMeasures> {
+        let mut load_generator = self.load_generator.take().context("no load generator was started")?;
+        let exit_status = load_generator.wait(*TIMEOUT)?;
+        ensure!(exit_status.success(), "the load generator of policy {} failed: {exit_status}", self.policy);
+        let report: LoadReport = serde_json::from_slice(&fs::read(self.load_report_path())?)?;
+        let seed_measures = SeedMeasures::new(seed, &std::mem::take(&mut self.busy_time_samples), timeline, report);
 
-        self.waiting_server = self.oldest_in_pool();
-        let mut pool = self.fleet.pool().clone();
+        self.waiting_server = self.oldest_server_in_pool();
+        let mut pool = self.fleet.server_pool().clone();
         pool.remove(&self.waiting_server);
         self.fleet.set_pool(&self.testbed, pool)?;
-        Ok(measures)
+        Ok(seed_measures)
     }
 }
 

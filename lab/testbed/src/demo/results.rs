@@ -7,71 +7,74 @@ use serde::Serialize;
 
 use super::samples::SeedMeasures;
 use super::seed_summary::SeedSummary;
-use super::simulated::{SIMULATED_RUN_COUNT, SimulatedVariances};
+use super::simulated::{SIMULATION_DRAW_COUNT, SimulatedVariances};
 use super::timeline::{SETTLE_SECONDS, Timeline};
 
 /// Busy share of the machine's CPU time (%) above which its results are unreliable.
-const BUSY_LIMIT_PCT: f64 = 50.0;
+const MAX_MACHINE_BUSY_PCT: f64 = 50.0;
 
 #[derive(Debug, Clone)]
 pub struct PolicyRuns {
     pub policy: &'static str,
-    pub seeds: Vec<SeedMeasures>,
+    pub seed_measures: Vec<SeedMeasures>,
     /// Number of tables that the controller made during all runs.
     pub table_generations: u64,
 }
 
 impl PolicyRuns {
     pub fn new(policy: &'static str) -> Self {
-        Self { policy, seeds: Vec::new(), table_generations: 0 }
+        Self { policy, seed_measures: Vec::new(), table_generations: 0 }
     }
 
-    fn spread(&self, value: impl Fn(&SeedMeasures) -> f64) -> SeedSummary {
-        SeedSummary::of(&self.seeds.iter().map(value).collect::<Vec<_>>())
+    fn summarize_seeds(&self, value: impl Fn(&SeedMeasures) -> f64) -> SeedSummary {
+        SeedSummary::of(&self.seed_measures.iter().map(value).collect::<Vec<_>>())
     }
 
     pub fn core_variance_pct(&self) -> SeedSummary {
-        self.spread(|seed| seed.core_variance_pct)
+        self.summarize_seeds(|seed| seed.core_variance_pct)
     }
 
     pub fn server_variance_pct(&self) -> SeedSummary {
-        self.spread(|seed| seed.server_variance_pct)
+        self.summarize_seeds(|seed| seed.server_variance_pct)
     }
 
     /// Returns the median latency of requests (ms), summarized over the seeds.
-    pub fn p50_ms(&self) -> SeedSummary {
-        self.spread(|seed| seed.load.latency_us.p50 as f64 / 1_000.0)
+    pub fn latency_p50_ms(&self) -> SeedSummary {
+        self.summarize_seeds(|seed| seed.load.latency_us.p50 as f64 / 1_000.0)
     }
 
     /// Returns the 99th percentile of the latency of requests (ms), summarized over the seeds.
-    pub fn p99_ms(&self) -> SeedSummary {
-        self.spread(|seed| seed.load.latency_us.p99 as f64 / 1_000.0)
+    pub fn latency_p99_ms(&self) -> SeedSummary {
+        self.summarize_seeds(|seed| seed.load.latency_us.p99 as f64 / 1_000.0)
     }
 
-    fn opened_count(&self) -> u64 {
-        self.seeds.iter().map(|seed| seed.load.opened).sum()
+    fn opened_connection_count(&self) -> u64 {
+        self.seed_measures.iter().map(|seed| seed.load.opened).sum()
     }
 
-    fn broken_count(&self) -> u64 {
-        self.seeds.iter().map(|seed| seed.load.broken.total()).sum()
+    fn broken_connection_count(&self) -> u64 {
+        self.seed_measures.iter().map(|seed| seed.load.broken.total_count()).sum()
     }
 
     /// Returns the kinds and numbers of broken connections in words; empty if none broke.
-    fn broken_kinds(&self) -> String {
-        let kinds = |kind: fn(&crate::connection_errors::BrokenConnections) -> u64| {
-            self.seeds.iter().map(|seed| kind(&seed.load.broken)).sum()
+    fn describe_broken_connections(&self) -> String {
+        let sum_over_seeds = |kind: fn(&crate::connection_errors::BrokenConnections) -> u64| {
+            self.seed_measures.iter().map(|seed| kind(&seed.load.broken)).sum()
         };
-        let all: [(u64, &str); 6] = [
-            (kinds(|b| b.refused), "refused"),
-            (kinds(|b| b.reset), "reset"),
-            (kinds(|b| b.timed_out), "timed out"),
-            (kinds(|b| b.closed_early), "closed early"),
-            (kinds(|b| b.wrong_answer), "wrong answer"),
-            (kinds(|b| b.other), "other"),
+        let counts_and_kinds: [(u64, &str); 6] = [
+            (sum_over_seeds(|b| b.refused), "refused"),
+            (sum_over_seeds(|b| b.reset), "reset"),
+            (sum_over_seeds(|b| b.timed_out), "timed out"),
+            (sum_over_seeds(|b| b.closed_early), "closed early"),
+            (sum_over_seeds(|b| b.wrong_answer), "wrong answer"),
+            (sum_over_seeds(|b| b.other), "other"),
         ];
-        let named: Vec<String> =
-            all.iter().filter(|(count, _)| *count > 0).map(|(count, kind)| format!("{count} {kind}")).collect();
-        named.join(", ")
+        let occurred_kinds: Vec<String> = counts_and_kinds
+            .iter()
+            .filter(|(count, _)| *count > 0)
+            .map(|(count, kind)| format!("{count} {kind}"))
+            .collect();
+        occurred_kinds.join(", ")
     }
 }
 
@@ -79,9 +82,9 @@ impl PolicyRuns {
 #[derive(Debug, Clone)]
 pub struct DemoResults {
     /// Results of each policy, in the order of the registry of policies.
-    pub runs: Vec<PolicyRuns>,
+    pub policy_runs: Vec<PolicyRuns>,
     /// Results of the simulator under the same policies, in the same order.
-    pub simulated: Vec<SimulatedVariances>,
+    pub simulated_variances: Vec<SimulatedVariances>,
     /// Per-core variance of the best possible placement (%), as the median over the seeds.
     pub noise_floor_pct: f64,
     /// Duration of the run of each seed (s).
@@ -95,7 +98,7 @@ pub struct DemoResults {
 }
 
 #[derive(Serialize)]
-struct Json<'a> {
+struct JsonResults<'a> {
     policies: Vec<JsonPolicy<'a>>,
     noise_floor_pct: f64,
     seconds: u64,
@@ -142,35 +145,45 @@ struct JsonConnections {
 impl DemoResults {
     /// Returns JSON with medians over the seeds and sums of connections and tables. Fails when a value is not a number.
     pub fn json(&self) -> anyhow::Result<String> {
-        let compared = |live: SeedSummary, simulated: SeedSummary| JsonComparison {
+        let compare_variances = |live: SeedSummary, simulated: SeedSummary| JsonComparison {
             simulated,
-            live_is_within: simulated.holds(live.median),
+            live_is_within: simulated.range_contains(live.median),
         };
         let policy = |(runs, simulated): (&'_ PolicyRuns, &SimulatedVariances)| JsonPolicy {
             simulated: JsonSimulated {
-                server_variance_pct: compared(runs.server_variance_pct(), simulated.server_variance_pct),
-                core_variance_pct: compared(runs.core_variance_pct(), simulated.core_variance_pct),
+                server_variance_pct: compare_variances(runs.server_variance_pct(), simulated.server_variance_pct),
+                core_variance_pct: compare_variances(runs.core_variance_pct(), simulated.core_variance_pct),
             },
             policy: runs.policy,
             server_variance_pct: runs.server_variance_pct().median,
             core_variance_pct: runs.core_variance_pct().median,
-            latency_ms: JsonLatency { p50: runs.p50_ms().median, p99: runs.p99_ms().median },
-            connections: JsonConnections { opened: runs.opened_count(), broken: runs.broken_count() },
+            latency_ms: JsonLatency { p50: runs.latency_p50_ms().median, p99: runs.latency_p99_ms().median },
+            connections: JsonConnections {
+                opened: runs.opened_connection_count(),
+                broken: runs.broken_connection_count(),
+            },
             table_generations: runs.table_generations,
         };
         let Self { noise_floor_pct, seconds, servers, cores, .. } = *self;
-        let policies = self.runs.iter().zip(&self.simulated).map(policy).collect();
-        Ok(serde_json::to_string_pretty(&Json { policies, noise_floor_pct, seconds, servers, cores })?)
+        let policies_json = self.policy_runs.iter().zip(&self.simulated_variances).map(policy).collect();
+        Ok(serde_json::to_string_pretty(&JsonResults {
+            policies: policies_json,
+            noise_floor_pct,
+            seconds,
+            servers,
+            cores,
+        })?)
     }
 
     /// Returns the tables of the results with their explanation. `out`: directory of the picture and the logs.
     pub fn text(&self, out: &Path) -> String {
-        let mut lines = vec![self.table().to_string(), String::new()];
-        let seeds: Vec<String> = self.runs[0].seeds.iter().map(|seed| seed.seed.to_string()).collect();
-        let [(joins, _), (drains, _)] = self.timeline.changes();
+        let mut lines = vec![self.live_table().to_string(), String::new()];
+        let seed_numbers: Vec<String> =
+            self.policy_runs[0].seed_measures.iter().map(|seed| seed.seed.to_string()).collect();
+        let [(joins, _), (drains, _)] = self.timeline.pool_changes();
         lines.push(format!(
             "Medians over the seeds {} (lowest-highest); {} servers of {} cores, {} s each.",
-            seeds.join(", "),
+            seed_numbers.join(", "),
             self.servers,
             self.cores,
             self.seconds
@@ -191,17 +204,17 @@ impl DemoResults {
              Real: packets, TCP, load balancer, agents, controller."
                 .to_owned(),
         );
-        for runs in self.runs.iter().filter(|runs| runs.broken_count() > 0) {
-            lines.push(format!("Broken under {}: {}.", runs.policy, runs.broken_kinds()));
+        for runs in self.policy_runs.iter().filter(|runs| runs.broken_connection_count() > 0) {
+            lines.push(format!("Broken under {}: {}.", runs.policy, runs.describe_broken_connections()));
         }
         lines.extend(["".to_owned(), self.comparison_table().to_string()]);
         lines.push(format!(
             "Live against simulated: the same logs under the same policies in the simulator; medians over the seeds, \
              in\n\
-             brackets their range over {SIMULATED_RUN_COUNT} draws of server ids, RSS key, the moments of agents' \
+             brackets their range over {SIMULATION_DRAW_COUNT} draws of server ids, RSS key, the moments of agents' \
              reports and whose turn is\n\
              first. A live run is one such draw: if both are the same, one of {} live medians lies outside.",
-            SIMULATED_RUN_COUNT.div_ceil(2)
+            SIMULATION_DRAW_COUNT.div_ceil(2)
         ));
         lines.extend(self.measurement_note());
         lines
@@ -210,19 +223,21 @@ impl DemoResults {
     }
 
     fn measurement_note(&self) -> Option<String> {
-        let late_us = self.runs.iter().flat_map(|runs| &runs.seeds).map(|seed| seed.load.lateness_us.p99).max()?;
-        let state = format!(
+        let late_p99_us =
+            self.policy_runs.iter().flat_map(|runs| &runs.seed_measures).map(|seed| seed.load.lateness_us.p99).max()?;
+        let machine_state = format!(
             "Profile {}. The machine's CPUs were {:.0} % busy; requests were sent {:.1} ms late at worst (p99)",
             env!("COREWARD_PROFILE"),
             self.machine_busy_pct,
-            late_us as f64 / 1_000.0
+            late_p99_us as f64 / 1_000.0
         );
-        Some(if self.machine_busy_pct > BUSY_LIMIT_PCT {
+        Some(if self.machine_busy_pct > MAX_MACHINE_BUSY_PCT {
             format!(
-                "WARNING: {state}.\nAbove {BUSY_LIMIT_PCT:.0} % latencies are the machine's more than the policy's."
+                "WARNING: {machine_state}.\nAbove {MAX_MACHINE_BUSY_PCT:.0} % latencies are the machine's more than \
+                 the policy's."
             )
         } else {
-            format!("{state}.")
+            format!("{machine_state}.")
         })
     }
 
@@ -230,19 +245,20 @@ impl DemoResults {
         let mut table = Table::new();
         table.load_style(presets::UTF8_FULL_CONDENSED);
         table.set_header(["policy", "per-core variance %", "simulated", "", "server variance %", "simulated", ""]);
-        let cells = |live: SeedSummary, simulated: SeedSummary| {
-            let verdict = if simulated.holds(live.median) { "within the noise" } else { "NOT within the noise" };
-            [format!("{:.2}", live.median), simulated.cell(2), verdict.to_owned()]
+        let comparison_cells = |live: SeedSummary, simulated: SeedSummary| {
+            let verdict =
+                if simulated.range_contains(live.median) { "within the noise" } else { "NOT within the noise" };
+            [format!("{:.2}", live.median), simulated.format_table_cell(2), verdict.to_owned()]
         };
-        for (runs, simulated) in self.runs.iter().zip(&self.simulated) {
-            let cores = cells(runs.core_variance_pct(), simulated.core_variance_pct);
-            let servers = cells(runs.server_variance_pct(), simulated.server_variance_pct);
-            table.add_row([runs.policy.to_owned()].into_iter().chain(cores).chain(servers));
+        for (runs, simulated) in self.policy_runs.iter().zip(&self.simulated_variances) {
+            let core_cells = comparison_cells(runs.core_variance_pct(), simulated.core_variance_pct);
+            let server_cells = comparison_cells(runs.server_variance_pct(), simulated.server_variance_pct);
+            table.add_row([runs.policy.to_owned()].into_iter().chain(core_cells).chain(server_cells));
         }
         table
     }
 
-    fn table(&self) -> Table {
+    fn live_table(&self) -> Table {
         let mut table = Table::new();
         table.load_style(presets::UTF8_FULL_CONDENSED);
         table.set_header([
@@ -255,15 +271,15 @@ impl DemoResults {
             "broken",
             "tables",
         ]);
-        for runs in &self.runs {
+        for runs in &self.policy_runs {
             table.add_row([
                 runs.policy.to_owned(),
-                runs.core_variance_pct().cell(2),
-                runs.server_variance_pct().cell(2),
-                runs.p50_ms().cell(1),
-                runs.p99_ms().cell(1),
-                runs.opened_count().to_string(),
-                runs.broken_count().to_string(),
+                runs.core_variance_pct().format_table_cell(2),
+                runs.server_variance_pct().format_table_cell(2),
+                runs.latency_p50_ms().format_table_cell(1),
+                runs.latency_p99_ms().format_table_cell(1),
+                runs.opened_connection_count().to_string(),
+                runs.broken_connection_count().to_string(),
                 runs.table_generations.to_string(),
             ]);
         }
@@ -279,8 +295,10 @@ pub fn simulated_table(policies: &[&str], simulated: &[SimulatedVariances]) -> T
     table.load_style(presets::UTF8_FULL_CONDENSED);
     table.set_header(["policy", "simulated per-core variance %", "simulated server variance %"]);
     for (policy, simulated) in policies.iter().zip(simulated) {
-        let spreads = [simulated.core_variance_pct, simulated.server_variance_pct];
-        table.add_row([(*policy).to_owned()].into_iter().chain(spreads.map(|spread| spread.cell(2))));
+        let variance_summaries = [simulated.core_variance_pct, simulated.server_variance_pct];
+        table.add_row(
+            [(*policy).to_owned()].into_iter().chain(variance_summaries.map(|spread| spread.format_table_cell(2))),
+        );
     }
     table
 }
@@ -313,17 +331,22 @@ pub(super) mod tests {
                 ..LoadReport::default()
             },
         };
-        let runs = |policy, variances: [f64; 3]| PolicyRuns {
+        let policy_runs = |policy, variances: [f64; 3]| PolicyRuns {
             policy,
-            seeds: (1..).zip(variances).map(|(number, variance)| seed(number, variance)).collect(),
+            seed_measures: (1..).zip(variances).map(|(number, variance)| seed(number, variance)).collect(),
             table_generations: 540,
         };
-        let spread = |median, lowest, highest| SeedSummary { median, lowest, highest };
-        let simulated =
-            |core_variance_pct| SimulatedVariances { core_variance_pct, server_variance_pct: spread(0.6, 0.4, 0.7) };
+        let seed_summary = |median, lowest, highest| SeedSummary { median, lowest, highest };
+        let simulated_variances = |core_variance_pct| SimulatedVariances {
+            core_variance_pct,
+            server_variance_pct: seed_summary(0.6, 0.4, 0.7),
+        };
         DemoResults {
-            simulated: vec![simulated(spread(9.0, 7.0, 11.0)), simulated(spread(0.5, 0.4, 0.9))],
-            runs: vec![runs("hash", [8.0, 7.0, 12.0]), runs("crossrss", [1.0, 0.5, 2.0])],
+            simulated_variances: vec![
+                simulated_variances(seed_summary(9.0, 7.0, 11.0)),
+                simulated_variances(seed_summary(0.5, 0.4, 0.9)),
+            ],
+            policy_runs: vec![policy_runs("hash", [8.0, 7.0, 12.0]), policy_runs("crossrss", [1.0, 0.5, 2.0])],
             noise_floor_pct: 0.125,
             seconds: 18,
             servers: 4,
@@ -353,7 +376,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn demo_text_names_emulation_and_broken_connections() {
+    fn text_mentions_emulated_cores_and_broken_connections() {
         let text = results().text(Path::new("out"));
         for part in [
             "8.00 (7.00-12.00)",

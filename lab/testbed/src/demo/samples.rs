@@ -40,9 +40,9 @@ pub struct SeedMeasures {
 impl SeedMeasures {
     /// Computes the results from samples at the start of each second of the run and at its end.
     pub fn new(seed: u64, samples: &[BusyTimeSample], timeline: &Timeline, load: LoadReport) -> Self {
-        let windows = windows(samples);
-        let MeanVariances { server_variance_pct, core_variance_pct } = MeanVariances::of(&windows, timeline);
-        Self { seed, windows, server_variance_pct, core_variance_pct, load }
+        let variance_windows = windows(samples);
+        let MeanVariances { server_variance_pct, core_variance_pct } = MeanVariances::of(&variance_windows, timeline);
+        Self { seed, windows: variance_windows, server_variance_pct, core_variance_pct, load }
     }
 }
 
@@ -58,33 +58,33 @@ pub struct MeanVariances {
 impl MeanVariances {
     /// Computes the means over the windows of a run that `timeline` counts.
     pub fn of(windows: &[VarianceWindow], timeline: &Timeline) -> Self {
-        let of_counted = |value: fn(&VarianceWindow) -> Option<f64>| {
-            let counted = windows.iter().filter(|window| timeline.is_counted(window.second));
-            mean(&counted.filter_map(value).collect::<Vec<_>>()).unwrap_or(f64::NAN)
+        let mean_over_counted_windows = |value: fn(&VarianceWindow) -> Option<f64>| {
+            let counted_values = windows.iter().filter(|window| timeline.is_counted(window.second));
+            mean(&counted_values.filter_map(value).collect::<Vec<_>>()).unwrap_or(f64::NAN)
         };
         Self {
-            server_variance_pct: of_counted(|window| window.server_variance_pct),
-            core_variance_pct: of_counted(|window| window.core_variance_pct),
+            server_variance_pct: mean_over_counted_windows(|window| window.server_variance_pct),
+            core_variance_pct: mean_over_counted_windows(|window| window.core_variance_pct),
         }
     }
 }
 
 /// Returns the variances in the windows between consecutive samples.
 pub fn windows(samples: &[BusyTimeSample]) -> Vec<VarianceWindow> {
-    (0..).zip(samples.windows(2)).map(|(second, pair)| window(second, &pair[0], &pair[1])).collect()
+    (0..).zip(samples.windows(2)).map(|(second, pair)| window_between_samples(second, &pair[0], &pair[1])).collect()
 }
 
-fn window(second: u64, before: &BusyTimeSample, after: &BusyTimeSample) -> VarianceWindow {
-    let served = |(number, after): (&u16, &Vec<u64>)| -> Option<Vec<f64>> {
-        let before = before.get(number)?;
-        Some(after.iter().zip(before).map(|(after, before)| (after - before) as f64).collect())
+fn window_between_samples(second: u64, before: &BusyTimeSample, after: &BusyTimeSample) -> VarianceWindow {
+    let served_by_cores = |(number, after): (&u16, &Vec<u64>)| -> Option<Vec<f64>> {
+        let busy_ns_before = before.get(number)?;
+        Some(after.iter().zip(busy_ns_before).map(|(after, before)| (after - before) as f64).collect())
     };
-    let of_cores: Vec<Vec<f64>> = after.iter().filter_map(served).collect();
-    let of_servers: Vec<f64> = of_cores.iter().map(|cores| cores.iter().sum()).collect();
+    let work_of_cores: Vec<Vec<f64>> = after.iter().filter_map(served_by_cores).collect();
+    let work_of_servers: Vec<f64> = work_of_cores.iter().map(|cores| cores.iter().sum()).collect();
     VarianceWindow {
         second,
-        server_variance_pct: variance_pct(&of_servers),
-        core_variance_pct: variance_pct(&of_cores.concat()),
+        server_variance_pct: variance_pct(&work_of_servers),
+        core_variance_pct: variance_pct(&work_of_cores.concat()),
     }
 }
 
@@ -93,22 +93,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn variance_counts_work_of_pool_servers_in_the_window() {
-        let before = BusyTimeSample::from([(1, vec![10, 10]), (2, vec![0, 0]), (3, vec![5, 5])]);
-        let after = BusyTimeSample::from([(1, vec![11, 13]), (2, vec![1, 3]), (4, vec![900, 900])]);
-        let window = window(7, &before, &after);
+    fn variance_includes_only_servers_in_both_samples() {
+        let sample_before = BusyTimeSample::from([(1, vec![10, 10]), (2, vec![0, 0]), (3, vec![5, 5])]);
+        let sample_after = BusyTimeSample::from([(1, vec![11, 13]), (2, vec![1, 3]), (4, vec![900, 900])]);
+        let window = window_between_samples(7, &sample_before, &sample_after);
         // Cores served 1, 3, 1, 3: 0.5 and 1.5 of the mean; servers 4 and 4.
         assert_eq!(window, VarianceWindow { second: 7, server_variance_pct: Some(0.0), core_variance_pct: Some(25.0) });
     }
 
     #[test]
-    fn means_exclude_windows_after_changes() {
+    fn windows_after_pool_changes_are_not_counted() {
         let timeline = Timeline::new(18);
         let mut samples = vec![BusyTimeSample::from([(1, vec![0, 0])])];
         for second in 0..18 {
-            let last = samples[samples.len() - 1][&1].clone();
-            let uneven = if timeline.is_counted(second) { [100, 300] } else { [0, 700] };
-            samples.push(BusyTimeSample::from([(1, vec![last[0] + uneven[0], last[1] + uneven[1]])]));
+            let last_busy_times = samples[samples.len() - 1][&1].clone();
+            let busy_time_growth = if timeline.is_counted(second) { [100, 300] } else { [0, 700] };
+            samples.push(BusyTimeSample::from([(
+                1,
+                vec![last_busy_times[0] + busy_time_growth[0], last_busy_times[1] + busy_time_growth[1]],
+            )]));
         }
         let measures = SeedMeasures::new(1, &samples, &timeline, LoadReport::default());
         assert_eq!((measures.core_variance_pct, measures.server_variance_pct), (25.0, 0.0));

@@ -20,11 +20,11 @@ impl SeedSummary {
         }
     }
 
-    pub fn holds(&self, value: f64) -> bool {
+    pub fn range_contains(&self, value: f64) -> bool {
         (self.lowest..=self.highest).contains(&value)
     }
 
-    pub fn cell(&self, digits: usize) -> String {
+    pub fn format_table_cell(&self, digits: usize) -> String {
         format!("{:.digits$} ({:.digits$}-{:.digits$})", self.median, self.lowest, self.highest)
     }
 }

@@ -3,7 +3,7 @@
 /// Number of seconds that the variances exclude after the start and after every change of the pool.
 pub const SETTLE_SECONDS: u64 = 5;
 /// Minimum duration of a run (s): with a shorter one, no second would count between two changes.
-pub const SECONDS_MIN: u64 = 3 * (SETTLE_SECONDS + 1);
+pub const MIN_RUN_SECONDS: u64 = 3 * (SETTLE_SECONDS + 1);
 
 /// Change of the server pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,9 +31,9 @@ pub struct Timeline {
 }
 
 impl Timeline {
-    /// Creates the timeline of a run of `seconds`. Panics with fewer than [`SECONDS_MIN`] seconds.
+    /// Creates the timeline of a run of `seconds`. Panics with fewer than [`MIN_RUN_SECONDS`] seconds.
     pub fn new(seconds: u64) -> Self {
-        assert!(seconds >= SECONDS_MIN, "{seconds} seconds are too short for a run");
+        assert!(seconds >= MIN_RUN_SECONDS, "{seconds} seconds are too short for a run");
         Self { seconds }
     }
 
@@ -42,19 +42,19 @@ impl Timeline {
         self.seconds
     }
 
-    pub fn changes(&self) -> [(u64, PoolEvent); 2] {
+    pub fn pool_changes(&self) -> [(u64, PoolEvent); 2] {
         [(self.seconds / 3, PoolEvent::Join), (self.seconds * 2 / 3, PoolEvent::Drain)]
     }
 
     /// Returns the change of the pool at the start of a second, if any.
-    pub fn event(&self, second: u64) -> Option<PoolEvent> {
-        self.changes().into_iter().find(|(at, _)| *at == second).map(|(_, event)| event)
+    pub fn pool_change_at(&self, second: u64) -> Option<PoolEvent> {
+        self.pool_changes().into_iter().find(|(at, _)| *at == second).map(|(_, event)| event)
     }
 
     /// Returns whether the variance in the second after `second` counts.
     pub fn is_counted(&self, second: u64) -> bool {
-        let unsettled = |change: u64| (change..change + SETTLE_SECONDS).contains(&second);
-        !unsettled(0) && !self.changes().into_iter().any(|(change, _)| unsettled(change))
+        let is_unsettled_after = |change: u64| (change..change + SETTLE_SECONDS).contains(&second);
+        !is_unsettled_after(0) && !self.pool_changes().into_iter().any(|(change, _)| is_unsettled_after(change))
     }
 }
 
@@ -63,18 +63,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn seconds_after_start_and_changes_are_left_out() {
+    fn seconds_after_start_and_pool_changes_do_not_count() {
         let timeline = Timeline::new(38);
-        let counted: Vec<u64> = (0..38).filter(|second| timeline.is_counted(*second)).collect();
-        let expected: Vec<u64> = (5..12).chain(17..25).chain(30..38).collect();
-        assert_eq!(counted, expected);
-        assert_eq!((timeline.event(12), timeline.event(25)), (Some(PoolEvent::Join), Some(PoolEvent::Drain)));
-        assert_eq!(timeline.event(13), None);
+        let counted_seconds: Vec<u64> = (0..38).filter(|second| timeline.is_counted(*second)).collect();
+        let expected_seconds: Vec<u64> = (5..12).chain(17..25).chain(30..38).collect();
+        assert_eq!(counted_seconds, expected_seconds);
+        assert_eq!(
+            (timeline.pool_change_at(12), timeline.pool_change_at(25)),
+            (Some(PoolEvent::Join), Some(PoolEvent::Drain))
+        );
+        assert_eq!(timeline.pool_change_at(13), None);
     }
 
     #[test]
-    fn shortest_run_has_a_counted_second_in_each_part() {
-        let timeline = Timeline::new(SECONDS_MIN);
-        assert_eq!((0..SECONDS_MIN).filter(|second| timeline.is_counted(*second)).collect::<Vec<_>>(), [5, 11, 17]);
+    fn shortest_run_has_a_counted_second_between_pool_changes() {
+        let timeline = Timeline::new(MIN_RUN_SECONDS);
+        assert_eq!((0..MIN_RUN_SECONDS).filter(|second| timeline.is_counted(*second)).collect::<Vec<_>>(), [5, 11, 17]);
     }
 }

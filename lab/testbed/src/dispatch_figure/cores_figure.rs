@@ -10,12 +10,12 @@ use anyhow::{Context as _, bail, ensure};
 use coreward_load::event_loop::now_ns;
 use coreward_sim::figure::axes::Metric;
 use coreward_sim::figure::job::Job;
-use coreward_sim::figure::live::{Progress, Sample};
+use coreward_sim::figure::live::{ProgressCallback, Sample};
 use coreward_sim::figure::scenario::Scenario;
 use coreward_sim::rpc::{Config, Policy};
 
 use super::orchestrator::{Orchestrator, Workload};
-use super::points::{self, find_measurement, key};
+use super::points::{self, find_measurement, measurement_key};
 use super::real_time_command;
 use super::requests::{Measurement, RequestLoad, raise_socket_limit};
 use super::server_figure::TestEnv;
@@ -32,60 +32,70 @@ const BURST_INTERVAL_NS: u64 = 1_000_000_000;
 /// Number of source ports of the bursts; they differ from the ports of the measured requests.
 const BURST_FLOW_COUNT: u16 = 64;
 const BURST_FIRST_PORT: u16 = 40_000;
-const BATCH_SERVICE: usize = 1;
-const POLL_INTERVAL: Duration = Duration::from_millis(5);
+const BATCH_SERVICE_INDEX: usize = 1;
+const STOP_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Results of one measured run.
 struct CoresRun {
-    latency: Measurement,
+    short_requests: Measurement,
     /// Share of the time of all cores that the batch got (%).
-    batch_pct: f64,
+    batch_cpu_pct: f64,
 }
 
 /// Measures every series of `scenario`: requests of the short class, bursts, and a batch of the long class. Fails
 /// without root, when a start fails, when requests are lost, when the machine is too busy, or when interrupted.
-pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Vec<Sample>> {
+pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::Result<Vec<Sample>> {
     if let Some(missing) = missing_privilege() {
         bail!(missing);
     }
     raise_socket_limit()?;
-    let live = scenario.live.as_ref().context("a live figure without [live]")?;
-    let (unit_us, seconds) = live.unit_us.zip(live.seconds).context("[live]: expected `unit_us` and `seconds`")?;
-    let plan = points::plan(scenario)?;
-    let mut configs: Vec<&Config> = plan.jobs.iter().filter_map(as_rpc).collect();
+    let live_settings = scenario.live.as_ref().context("a live figure without [live]")?;
+    let (unit_us, seconds) =
+        live_settings.unit_us.zip(live_settings.seconds).context("[live]: expected `unit_us` and `seconds`")?;
+    let run_plan = points::plan_runs(scenario)?;
+    let mut configs: Vec<&Config> = run_plan.jobs.iter().filter_map(rpc_config).collect();
     // Ordered by run, so that disturbances of the machine affect all series.
     configs.sort_by_key(|config| config.seed);
-    let mut measured: HashMap<String, CoresRun> = HashMap::new();
+    let mut runs_by_key: HashMap<String, CoresRun> = HashMap::new();
     let mut env = None;
     progress(0, configs.len());
     for config in &configs {
         let run = measure_run(&TestEnv::reuse_or_start(&mut env, config)?.testbed, config, unit_us, seconds)?;
-        measured.insert(key(config), run);
-        progress(measured.len(), configs.len());
+        runs_by_key.insert(measurement_key(config), run);
+        progress(runs_by_key.len(), configs.len());
     }
-    points::samples(scenario, &plan, |place, job| {
-        let run = find_measurement(&measured, as_rpc(job).context("expected [rpc]")?)?;
+    points::plot_samples(scenario, &run_plan, |place, job| {
+        let run = find_measurement(&runs_by_key, rpc_config(job).context("expected [rpc]")?)?;
         match place.query.measure {
-            Metric::BatchPct => Ok(run.batch_pct),
-            measure => run.latency.value(measure),
+            Metric::BatchPct => Ok(run.batch_cpu_pct),
+            measure => run.short_requests.value(measure),
         }
     })
 }
 
-fn as_rpc(job: &Job) -> Option<&Config> {
+fn rpc_config(job: &Job) -> Option<&Config> {
     if let Job::Rpc(config) = job { Some(config) } else { None }
 }
 
 fn measure_run(testbed: &Testbed, config: &Config, unit_us: f64, seconds: f64) -> anyhow::Result<CoresRun> {
     let Config { policy, service, load, cores, seed, .. } = config;
     let Policy::RankedQueue(options) = policy else { bail!("policy {policy}: expected jbsrq") };
-    let batch = service.class_times().get(BATCH_SERVICE).copied();
-    let batch = batch.filter(|_| service.mean() == 1.0).context("service: expected bimodal:0:FACTOR, for the batch")?;
-    let orchestrator = Orchestrator::start(testbed, config, options, unit_us, Workload::TimeWithBatch(batch))?;
-    let rate = |load: f64| load * f64::from(*cores) / (unit_us / 1e6);
-    let requests =
-        RequestLoad { service: service.clone(), mix: None, unit_us, rate_rps: rate(*load), seconds, seed: *seed };
-    let bursts = RequestLoad { rate_rps: rate(BURST_LOAD), seconds: BURST_SECONDS, ..requests.clone() };
+    let batch_service_time = service.class_times().get(BATCH_SERVICE_INDEX).copied();
+    let batch_service_time = batch_service_time
+        .filter(|_| service.mean() == 1.0)
+        .context("service: expected bimodal:0:FACTOR, for the batch")?;
+    let orchestrator =
+        Orchestrator::start(testbed, config, options, unit_us, Workload::TimeWithBatch(batch_service_time))?;
+    let requests_per_second = |load: f64| load * f64::from(*cores) / (unit_us / 1e6);
+    let requests = RequestLoad {
+        service: service.clone(),
+        mix: None,
+        unit_us,
+        rate_rps: requests_per_second(*load),
+        seconds,
+        seed: *seed,
+    };
+    let bursts = RequestLoad { rate_rps: requests_per_second(BURST_LOAD), seconds: BURST_SECONDS, ..requests.clone() };
     let stop = AtomicBool::new(false);
     let (measured, sent) = std::thread::scope(|scope| {
         let bursts = scope.spawn(|| send_bursts(testbed, &bursts, &stop));
@@ -98,9 +108,9 @@ fn measure_run(testbed: &Testbed, config: &Config, unit_us: f64, seconds: f64) -
     orchestrator.stop()?;
     let (sent, lost) = latency.requests_and_lost();
     ensure!(lost == 0, "{policy} at a load of {load}: {lost} of {sent} requests were lost");
-    let short = latency.value(Metric::ShortP99)?;
-    eprintln!("run {seed}, {policy}, load {load}: p99 {short:.2} ({sent}), batch {batch_pct:.1} % of the cores");
-    Ok(CoresRun { latency, batch_pct })
+    let short_p99 = latency.value(Metric::ShortP99)?;
+    eprintln!("run {seed}, {policy}, load {load}: p99 {short_p99:.2} ({sent}), batch {batch_pct:.1} % of the cores");
+    Ok(CoresRun { short_requests: latency, batch_cpu_pct: batch_pct })
 }
 
 /// Runs `send`. Returns its measurement, and the share of the cores' time that the batch got meanwhile (%).
@@ -109,11 +119,11 @@ fn measure_batch(
     cores: u16,
     send: impl FnOnce() -> anyhow::Result<Measurement>,
 ) -> anyhow::Result<(Measurement, f64)> {
-    let (begin_ns, before_ns) = (now_ns(), orchestrator.busy_ns(BATCH_SERVICE)?);
+    let (begin_ns, before_ns) = (now_ns(), orchestrator.busy_ns(BATCH_SERVICE_INDEX)?);
     let latency = send()?;
-    let (end_ns, after_ns) = (now_ns(), orchestrator.busy_ns(BATCH_SERVICE)?);
-    let all_ns = (end_ns - begin_ns) as f64 * f64::from(cores);
-    Ok((latency, (after_ns - before_ns) as f64 / all_ns * 100.0))
+    let (end_ns, after_ns) = (now_ns(), orchestrator.busy_ns(BATCH_SERVICE_INDEX)?);
+    let total_core_ns = (end_ns - begin_ns) as f64 * f64::from(cores);
+    Ok((latency, (after_ns - before_ns) as f64 / total_core_ns * 100.0))
 }
 
 /// Sends a burst at every interval until `stop` is set. Each burst has its own seed.
@@ -124,7 +134,7 @@ fn send_bursts(testbed: &Testbed, burst: &RequestLoad, stop: &AtomicBool) -> any
             if stop.load(Relaxed) {
                 return Ok(());
             }
-            std::thread::sleep(POLL_INTERVAL);
+            std::thread::sleep(STOP_POLL_INTERVAL);
         }
         due_ns += BURST_INTERVAL_NS;
         let mut command = real_time_command(lab_command()?);
@@ -134,8 +144,8 @@ fn send_bursts(testbed: &Testbed, burst: &RequestLoad, stop: &AtomicBool) -> any
         command.args(["--flows", &BURST_FLOW_COUNT.to_string(), "--first-port", &BURST_FIRST_PORT.to_string()]);
         command.args(["--seed", &(burst.seed * 1000 + number).to_string()]);
         command.stdin(Stdio::null()).stdout(Stdio::null());
-        let status = testbed.spawn(testbed.client(), command)?.wait(*TIMEOUT)?;
-        ensure!(status.success(), "coreward-lab load of a burst failed: {status}");
+        let exit_status = testbed.spawn(testbed.client(), command)?.wait(*TIMEOUT)?;
+        ensure!(exit_status.success(), "coreward-lab load of a burst failed: {exit_status}");
     }
     Ok(())
 }

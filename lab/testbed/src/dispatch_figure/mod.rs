@@ -20,7 +20,7 @@ use std::process::Command;
 use crate::interrupt;
 
 /// Interrupts the measurement that is running.
-pub fn interrupt() {
+pub fn interrupt_measurement() {
     interrupt::request();
 }
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
 use anyhow::{Context as _, ensure};
-use coreward_load::key_value::{DATAGRAM_BYTES_MAX, TYPE_OFFSET};
+use coreward_load::key_value::{MAX_DATAGRAM_BYTES, TYPE_OFFSET};
 use coreward_load::request_type::RequestType;
 use coreward_load::workload::RequestMix;
 use coreward_model::dispatch::{RankRule, Selection};
@@ -16,7 +16,7 @@ use serde_json::Value;
 use super::real_time_command;
 use super::requests::KEY_COUNT;
 use crate::addresses::SERVICE_ADDRESS;
-use crate::core_load_file::read_busy_file;
+use crate::core_load_file::read_core_load_file;
 use crate::fleet::{coreward_command, lab_command};
 use crate::process::{Process, TIMEOUT};
 use crate::topology::Testbed;
@@ -53,7 +53,7 @@ pub fn configuration(
     memory: &Path,
     latency_us: u64,
 ) -> anyhow::Result<String> {
-    let policy = match options.rank {
+    let policy = match options.rank_rule {
         RankRule::Ranked => "jbsrq",
         RankRule::Global => "global-jbsq",
         RankRule::PerService => "per-service-jbsq",
@@ -62,10 +62,10 @@ pub fn configuration(
         Selection::FirstEligible => "feo",
         Selection::Pifo => "pifo",
     };
-    let (cores, depth) = (config.cores, options.depth);
+    let (cores, depth) = (config.cores, options.queue_depth);
     let mut text = format!(
         "memory = {memory:?}\ncores = {cores}\ndepth = {depth}\npolicy = \"{policy}\"\nscheduler = \"{scheduler}\"\n\
-         sleep = \"{latency_us}us\"\nwaiting = 16384\npayload = {DATAGRAM_BYTES_MAX}\nstall_after = \"10s\"\n"
+         sleep = \"{latency_us}us\"\nwaiting = 16384\npayload = {MAX_DATAGRAM_BYTES}\nstall_after = \"10s\"\n"
     );
     let services = options.priorities.service_count(config.service.class_times().len() as u8);
     for service in 0..services {
@@ -77,7 +77,7 @@ pub fn configuration(
                 Workload::RocksDb(mix) => mix.shares().get(usize::from(service)).map(|(request_type, _)| *request_type),
                 Workload::Time | Workload::TimeWithBatch(_) => RequestType::work(service),
             };
-            let value = request_type.context("more classes than the protocol or the mix has")?.byte();
+            let value = request_type.context("more classes than the protocol or the mix has")?.as_byte();
             writeln!(text, "match = {{ offset = {TYPE_OFFSET}, value = {value} }}")?;
         }
     }
@@ -127,7 +127,7 @@ impl Orchestrator {
 
     /// Returns the time for which all cores have served a service (ns). Fails when the file cannot be read.
     pub fn busy_ns(&self, service: usize) -> anyhow::Result<u64> {
-        read_busy_file(&self.busy_file)?.get(service).copied().context("a core load file without the service")
+        read_core_load_file(&self.busy_file)?.get(service).copied().context("a core load file without the service")
     }
 
     /// Stops orchestrator and server. Returns the number of requests that the cores completed. Fails when requests were
@@ -165,7 +165,7 @@ fn server_options(config: &Config, options: &JbsrqOptions, unit_us: f64) -> Vec<
         format!("--sleep-us={}", units_to_us(config.latency, unit_us)),
         format!("--switch-us={}", (options.switch_cost * unit_us).round()),
         format!("--assignment={}", options.assignment),
-        format!("--reserved={}", options.reserved),
+        format!("--reserved={}", options.reserved_cores),
         format!("--epoch-us={}", units_to_us(options.interval, unit_us)),
     ]
 }

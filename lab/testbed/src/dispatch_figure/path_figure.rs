@@ -5,12 +5,12 @@ use std::collections::HashMap;
 
 use anyhow::{Context as _, ensure};
 use coreward_sim::figure::job::Job;
-use coreward_sim::figure::live::{Progress, Sample};
+use coreward_sim::figure::live::{ProgressCallback, Sample};
 use coreward_sim::figure::scenario::Scenario;
 use coreward_sim::path;
 
-use super::dispatcher::{Dispatcher, key_value_service};
-use super::points::{self, find_measurement, key};
+use super::dispatcher::{Dispatcher, key_value_service_config};
+use super::points::{self, find_measurement, measurement_key};
 use super::requests::{Measurement, RequestLoad, raise_socket_limit};
 use crate::addresses::SERVICE_ADDRESS;
 use crate::fleet::{Fleet, FleetOptions, LoadSource};
@@ -24,42 +24,45 @@ const RECEIVE_BUFFER_BYTES: &str = "16000000";
 /// Measures every series of `scenario`, which `coreward-lab sim path` could simulate, with connections of one request:
 /// the load balancer decides by datagram. Fails without root, with unsupported metrics, or when a start fails. Also
 /// fails when requests are lost or bypass the dispatchers, when the machine is too busy, or when interrupted.
-pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Vec<Sample>> {
+pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::Result<Vec<Sample>> {
     if let Some(missing) = missing_privilege() {
         anyhow::bail!(missing);
     }
     raise_socket_limit()?;
     let seconds = scenario.live.as_ref().and_then(|live| live.seconds).context("[live]: expected `seconds`")?;
-    let plan = points::plan(scenario)?;
-    let mut configs: Vec<&path::Config> = plan.jobs.iter().filter_map(|job| as_path(job)).collect();
+    let run_plan = points::plan_runs(scenario)?;
+    let mut configs: Vec<&path::Config> = run_plan.jobs.iter().filter_map(|job| path_config(job)).collect();
     // Ordered by run, so that disturbances of the machine affect all series; then by the restarts that they need.
     configs.sort_by_key(|config| (config.seeds.clone(), config.policies.clone()));
-    let mut measured: HashMap<String, Measurement> = HashMap::new();
+    let mut measurements_by_key: HashMap<String, Measurement> = HashMap::new();
     progress(0, configs.len());
     let Some(first) = configs.first() else { return Ok(Vec::new()) };
-    let alike = |config: &&&path::Config| (config.servers, config.cores) == (first.servers, first.cores);
-    ensure!(configs.iter().all(|config| alike(&config)), "servers and cores: expected the same for all series");
+    let has_same_fleet = |config: &&&path::Config| (config.servers, config.cores) == (first.servers, first.cores);
+    ensure!(
+        configs.iter().all(|config| has_same_fleet(&config)),
+        "servers and cores: expected the same for all series"
+    );
     let env = TestEnv::start(first)?;
     for group in configs.chunk_by(|a, b| (&a.seeds, &a.policies) == (&b.seeds, &b.policies)) {
         let _fleet = env.start_fleet(&group[0].policies)?;
         for config in group {
-            measured.insert(key(config), env.measure(config, seconds)?);
-            progress(measured.len(), configs.len());
+            measurements_by_key.insert(measurement_key(config), env.measure(config, seconds)?);
+            progress(measurements_by_key.len(), configs.len());
         }
     }
-    points::samples(scenario, &plan, |place, job| match job {
-        Job::Path(config) => find_measurement(&measured, config)?.value(place.query.measure),
+    points::plot_samples(scenario, &run_plan, |place, job| match job {
+        Job::Path(config) => find_measurement(&measurements_by_key, config)?.value(place.query.measure),
         other => anyhow::bail!("{other:?} is not measured behind a load balancer"),
     })
 }
 
-fn as_path(job: &Job) -> Option<&path::Config> {
+fn path_config(job: &Job) -> Option<&path::Config> {
     if let Job::Path(config) = job { Some(config) } else { None }
 }
 
 /// Client, load balancer and servers. The fields are dropped in this order.
 struct TestEnv {
-    _servers: Vec<KeyValueServer>,
+    _key_value_servers: Vec<KeyValueServer>,
     testbed: Testbed,
 }
 
@@ -68,18 +71,18 @@ impl TestEnv {
         let instance = instance::unique_name("pathfigure")?;
         let (servers, cores) = (config.servers, config.cores);
         let testbed = Testbed::create(TestbedOptions { instance, servers, cores, ..TestbedOptions::default() })?;
-        let workers = cores.to_string();
-        let options = ["--workers", &workers, "--paced", "--receive-buffer", RECEIVE_BUFFER_BYTES];
-        let numbers = testbed.server_numbers().into_iter();
-        let servers = numbers.map(|number| testbed.start_key_value_server(number, &options));
-        let servers = servers.collect::<anyhow::Result<_>>()?;
-        Ok(Self { _servers: servers, testbed })
+        let worker_count = cores.to_string();
+        let options = ["--workers", &worker_count, "--paced", "--receive-buffer", RECEIVE_BUFFER_BYTES];
+        let server_numbers = testbed.server_numbers().into_iter();
+        let key_value_servers = server_numbers.map(|number| testbed.start_key_value_server(number, &options));
+        let key_value_servers = key_value_servers.collect::<anyhow::Result<_>>()?;
+        Ok(Self { _key_value_servers: key_value_servers, testbed })
     }
 
     /// Starts controller, load balancer and agents; the load balancer places each datagram by these policies.
     fn start_fleet(&self, policies: &[String]) -> anyhow::Result<Fleet> {
         let [policy] = policies else { anyhow::bail!("policies of one run: expected one") };
-        let more = format!(
+        let service_lines = format!(
             "\n[[service]]\nname = \"requests\"\nvip = \"{SERVICE_ADDRESS}\"\nprotocol = \"udp\"\nudp = \"packet\"\n\
              policy = \"{policy}\"\n"
         );
@@ -90,7 +93,7 @@ impl TestEnv {
                 policy: policy.clone(),
                 load_source,
                 steers_connections: false,
-                fleet_text: more,
+                fleet_text: service_lines,
                 tables_by_interval: true,
                 ..FleetOptions::default()
             },
@@ -103,23 +106,27 @@ impl TestEnv {
         let [policy] = &config.dispatch_policies[..] else {
             anyhow::bail!("dispatch policies of one run: expected one")
         };
-        let text = key_value_service(policy, service, *unit_us)?;
-        let numbers = self.testbed.server_numbers().into_iter();
-        let dispatchers = numbers.map(|number| Dispatcher::start(&self.testbed, number, &text, *cores));
+        let text = key_value_service_config(policy, service, *unit_us)?;
+        let server_numbers = self.testbed.server_numbers().into_iter();
+        let dispatchers = server_numbers.map(|number| Dispatcher::start(&self.testbed, number, &text, *cores));
         let dispatchers: Vec<Dispatcher<'_>> = dispatchers.collect::<anyhow::Result<_>>()?;
         let rate_rps = load * f64::from(*cores) * f64::from(*servers) / (service.mean() * unit_us / 1e6);
         let seed = *config.seeds.first().context("a run without a seed")?;
         let requests = RequestLoad { service: service.clone(), mix: None, unit_us: *unit_us, rate_rps, seconds, seed };
-        let seen = requests.send(&self.testbed)?;
-        let by_server = dispatchers.iter().map(Dispatcher::dispatched_count).collect::<anyhow::Result<Vec<u64>>>()?;
+        let measurement = requests.send(&self.testbed)?;
+        let dispatched_by_server =
+            dispatchers.iter().map(Dispatcher::query_dispatched_count).collect::<anyhow::Result<Vec<u64>>>()?;
         dispatchers.into_iter().try_for_each(Dispatcher::stop)?;
-        let (sent, lost) = seen.requests_and_lost();
-        let dispatched: u64 = by_server.iter().sum();
-        let name = format!("{} and {policy}", config.policies.concat());
-        ensure!(dispatched >= sent, "{name}: {dispatched} of {sent} requests were dispatched by coreward dispatch");
-        ensure!(lost == 0, "{name}: {lost} of {sent} requests were lost");
-        let p99 = seen.value(coreward_sim::figure::axes::Metric::P99)?;
-        eprintln!("run {seed}, {name}: p99 {p99:.2} ({sent}; by server {by_server:?})");
-        Ok(seen)
+        let (sent, lost) = measurement.requests_and_lost();
+        let dispatched_count: u64 = dispatched_by_server.iter().sum();
+        let policy_names = format!("{} and {policy}", config.policies.concat());
+        ensure!(
+            dispatched_count >= sent,
+            "{policy_names}: {dispatched_count} of {sent} requests were dispatched by coreward dispatch"
+        );
+        ensure!(lost == 0, "{policy_names}: {lost} of {sent} requests were lost");
+        let p99 = measurement.value(coreward_sim::figure::axes::Metric::P99)?;
+        eprintln!("run {seed}, {policy_names}: p99 {p99:.2} ({sent}; by server {dispatched_by_server:?})");
+        Ok(measurement)
     }
 }

@@ -10,29 +10,29 @@ use coreward_sim::figure::scenario::Scenario;
 use coreward_sim::rpc;
 
 /// Returns the runs that the scenario's series need, as in the simulator. Fails when its parameters are invalid.
-pub fn plan(scenario: &Scenario) -> anyhow::Result<RunPlan> {
-    scenario.expand().map_err(|failed| anyhow::anyhow!("{}", failed.cause))
+pub fn plan_runs(scenario: &Scenario) -> anyhow::Result<RunPlan> {
+    scenario.plan_runs().map_err(|failed| anyhow::anyhow!("{}", failed.cause))
 }
 
 /// Returns the samples of all plot points of a plan. `value` returns the y value of a point.
-pub fn samples(
+pub fn plot_samples(
     scenario: &Scenario,
     plan: &RunPlan,
     value: impl Fn(&PlotPoint, &Job) -> anyhow::Result<f64>,
 ) -> anyhow::Result<Vec<Sample>> {
-    let sample = |place: &PlotPoint| {
-        let (panel, series) = (&scenario.panel[place.panel], &scenario.series[place.series]);
+    let plot_sample = |place: &PlotPoint| {
+        let (panel, series) = (&scenario.panel[place.panel_index], &scenario.series[place.series_index]);
         let (panel_title, label) = (panel.title.get_ref().clone(), series.label.get_ref().clone());
-        let y =
-            value(place, &plan.jobs[place.job]).with_context(|| format!("panel {panel_title:?}, series {label:?}"))?;
-        let scale = panel.x.as_ref().map_or(1.0, |sweep| sweep.scale);
-        Ok(Sample { panel: panel_title, series: label, x: place.x / scale, run: place.seed, y })
+        let y = value(place, &plan.jobs[place.job_index])
+            .with_context(|| format!("panel {panel_title:?}, series {label:?}"))?;
+        let x_scale = panel.x.as_ref().map_or(1.0, |sweep| sweep.scale);
+        Ok(Sample { panel_title, series_label: label, x: place.x / x_scale, run_number: place.seed, y })
     };
-    plan.plot_points.iter().map(sample).collect()
+    plan.plot_points.iter().map(plot_sample).collect()
 }
 
 /// Returns the key by which the measurement of a configuration is stored.
-pub fn key(config: &impl std::fmt::Debug) -> String {
+pub fn measurement_key(config: &impl std::fmt::Debug) -> String {
     format!("{config:?}")
 }
 
@@ -41,13 +41,13 @@ pub fn find_measurement<'a, T>(
     measured: &'a HashMap<String, T>,
     config: &impl std::fmt::Debug,
 ) -> anyhow::Result<&'a T> {
-    measured.get(&key(config)).with_context(|| format!("not measured: {config:?}"))
+    measured.get(&measurement_key(config)).with_context(|| format!("not measured: {config:?}"))
 }
 
 /// Returns whether two configurations differ only in their load.
-pub fn is_same_series(a: &rpc::Config, b: &rpc::Config) -> bool {
-    let without = |config: &rpc::Config| rpc::Config { load: 0.0, ..config.clone() };
-    without(a) == without(b)
+pub fn differ_only_in_load(a: &rpc::Config, b: &rpc::Config) -> bool {
+    let without_load = |config: &rpc::Config| rpc::Config { load: 0.0, ..config.clone() };
+    without_load(a) == without_load(b)
 }
 
 /// Returns the highest load at which a curve (load, p99) is within `slo`, as `coreward-lab sim capacity` defines it.
@@ -59,8 +59,8 @@ pub fn max_load_within_slo(mut curve: Vec<(f64, f64)>, slo: f64) -> anyhow::Resu
     if first.1 > slo {
         return Ok(0.0);
     }
-    let crossing = curve.windows(2).find(|pair| pair[1].1 > slo);
-    Ok(crossing.map_or(last.0, |pair| {
+    let crossing_points = curve.windows(2).find(|pair| pair[1].1 > slo);
+    Ok(crossing_points.map_or(last.0, |pair| {
         let (below, above) = (pair[0], pair[1]);
         below.0 + (above.0 - below.0) * (slo / below.1).ln() / (above.1 / below.1).ln()
     }))
@@ -71,12 +71,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn peak_is_the_first_crossing_of_the_bound() {
-        let peak = |curve: &[(f64, f64)]| max_load_within_slo(curve.to_vec(), 10.0).unwrap();
+    fn max_load_is_where_the_curve_first_crosses_the_slo() {
+        let max_load = |curve: &[(f64, f64)]| max_load_within_slo(curve.to_vec(), 10.0).unwrap();
         // On the logarithmic scale 10 is half-way from 1 to 100.
-        assert!((peak(&[(0.4, 100.0), (0.2, 1.0)]) - 0.3).abs() < 1e-12);
-        assert_eq!(peak(&[(0.1, 5.0), (0.2, 10.0), (0.3, 20.0), (0.4, 9.0), (0.5, 30.0)]), 0.2);
-        assert_eq!(peak(&[(0.1, 11.0), (0.2, 9.0)]), 0.0);
-        assert_eq!(peak(&[(0.1, 2.0), (0.9, 9.0)]), 0.9);
+        assert!((max_load(&[(0.4, 100.0), (0.2, 1.0)]) - 0.3).abs() < 1e-12);
+        assert_eq!(max_load(&[(0.1, 5.0), (0.2, 10.0), (0.3, 20.0), (0.4, 9.0), (0.5, 30.0)]), 0.2);
+        assert_eq!(max_load(&[(0.1, 11.0), (0.2, 9.0)]), 0.0);
+        assert_eq!(max_load(&[(0.1, 2.0), (0.9, 9.0)]), 0.9);
     }
 }

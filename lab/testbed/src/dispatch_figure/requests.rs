@@ -138,7 +138,7 @@ fn run_load_generator(
     let mut command = real_time_command(lab_command()?);
     command.args(["load", &target.to_string(), "--format", "json"]).args(options);
     command.stdin(Stdio::null()).stdout(Stdio::piped());
-    testbed.spawn(testbed.client(), command)?.read_json(limit)
+    testbed.spawn(testbed.client(), command)?.wait_for_json(limit)
 }
 
 impl Measurement {
@@ -146,7 +146,7 @@ impl Measurement {
     /// metric, or no request was answered.
     pub fn value(&self, measure: Metric) -> anyhow::Result<f64> {
         let (first, last) = (self.report.classes.first(), self.report.classes.last());
-        let latency = match measure {
+        let latency_percentiles = match measure {
             Metric::P99 => Some(&self.report.latency_us),
             Metric::ShortP99 => first.map(|class| &class.latency_us),
             Metric::LongP99 => last.map(|class| &class.latency_us),
@@ -156,7 +156,7 @@ impl Measurement {
             }
             other => anyhow::bail!("{other:?} is not measured"),
         };
-        let p99_us = latency.and_then(|latency| latency.p99).context("nothing was answered")?;
+        let p99_us = latency_percentiles.and_then(|latency| latency.p99).context("nothing was answered")?;
         Ok(p99_us / self.unit_us)
     }
 

@@ -7,13 +7,13 @@ use anyhow::{Context as _, ensure};
 use coreward_load::workload::RequestMix;
 use coreward_sim::figure::axes::Metric;
 use coreward_sim::figure::job::Job;
-use coreward_sim::figure::live::{Progress, Sample};
+use coreward_sim::figure::live::{ProgressCallback, Sample};
 use coreward_sim::figure::scenario::Scenario;
 use coreward_sim::rpc::{self, Policy};
 
-use super::dispatcher::{Dispatcher, key_value_service};
+use super::dispatcher::{Dispatcher, key_value_service_config};
 use super::orchestrator::{Orchestrator, Workload};
-use super::points::{self, find_measurement, is_same_series, key};
+use super::points::{self, differ_only_in_load, find_measurement, measurement_key};
 use super::requests::{Measurement, RequestLoad, raise_socket_limit};
 use crate::instance;
 use crate::key_value::handle::KeyValueServer;
@@ -25,37 +25,41 @@ const RECEIVE_BUFFER_BYTES: &str = "16000000";
 /// Measures every series of `scenario`, which the simulator could simulate. Fails without root, when the scenario has
 /// unsupported metrics, or when a start fails. It also fails when requests are lost or bypass the dispatcher, when the
 /// machine is too busy, or when interrupted.
-pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Vec<Sample>> {
+pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::Result<Vec<Sample>> {
     if let Some(missing) = missing_privilege() {
         anyhow::bail!(missing);
     }
     raise_socket_limit()?;
-    let live = scenario.live.as_ref().context("a live figure without [live]")?;
-    let (unit_us, seconds) = live.unit_us.zip(live.seconds).context("[live]: expected `unit_us` and `seconds`")?;
-    let mix = live.mix.as_deref().map(str::parse).transpose().context("[live]: mix")?;
+    let live_settings = scenario.live.as_ref().context("a live figure without [live]")?;
+    let (unit_us, seconds) =
+        live_settings.unit_us.zip(live_settings.seconds).context("[live]: expected `unit_us` and `seconds`")?;
+    let mix = live_settings.mix.as_deref().map(str::parse).transpose().context("[live]: mix")?;
     let run = Run { unit_us, seconds, mix };
-    let plan = points::plan(scenario)?;
+    let plan = points::plan_runs(scenario)?;
     let mut configs: Vec<&rpc::Config> = plan.jobs.iter().filter_map(|job| as_rpc(job)).collect();
     // Ordered by run, so that disturbances of the machine affect all series.
     configs.sort_by_key(|config| config.seed);
     let mut measured: HashMap<String, Measurement> = HashMap::new();
     let mut env = None;
     progress(0, configs.len());
-    for group in configs.chunk_by(|a, b| is_same_series(a, b)) {
+    for group in configs.chunk_by(|a, b| differ_only_in_load(a, b)) {
         TestEnv::reuse_or_start(&mut env, group[0])?.measure_all(group, &run, &mut |config, seen| {
-            measured.insert(key(config), seen);
+            measured.insert(measurement_key(config), seen);
             progress(measured.len(), configs.len());
         })?;
     }
-    points::samples(scenario, &plan, |place, job| match job {
+    points::plot_samples(scenario, &plan, |place, job| match job {
         Job::Rpc(config) => find_measurement(&measured, config)?.value(place.query.measure),
         Job::Peak(search) => {
             let of_seed = rpc::Config { seed: place.seed, ..search.config.clone() };
-            let curve = configs.iter().filter(|config| is_same_series(config, &of_seed));
-            let p99 = |config: &&&rpc::Config| {
+            let curve = configs.iter().filter(|config| differ_only_in_load(config, &of_seed));
+            let load_and_p99 = |config: &&&rpc::Config| {
                 Ok((config.load, find_measurement(&measured, **config)?.value(Metric::ShortP99)?))
             };
-            points::max_load_within_slo(curve.map(|config| p99(&config)).collect::<anyhow::Result<_>>()?, search.slo)
+            points::max_load_within_slo(
+                curve.map(|config| load_and_p99(&config)).collect::<anyhow::Result<_>>()?,
+                search.slo,
+            )
         }
         other => anyhow::bail!("{other:?} is not measured at one server"),
     })
@@ -87,7 +91,7 @@ impl<'a> RequestDistributor<'a> {
             return Ok(Self::Orchestrator(Orchestrator::start(&env.testbed, config, options, run.unit_us, workload)?));
         }
         ensure!(run.mix.is_none(), "{}: expected jbsrq with a mix of key-value requests", config.policy);
-        let service = key_value_service(&config.policy, &config.service, run.unit_us)?;
+        let service = key_value_service_config(&config.policy, &config.service, run.unit_us)?;
         Ok(Self::Dispatcher(Dispatcher::start(&env.testbed, 1, &service, config.cores)?))
     }
 
@@ -95,7 +99,7 @@ impl<'a> RequestDistributor<'a> {
     fn stop(self) -> anyhow::Result<u64> {
         match self {
             Self::Dispatcher(dispatcher) => {
-                let dispatched = dispatcher.dispatched_count()?;
+                let dispatched = dispatcher.query_dispatched_count()?;
                 dispatcher.stop()?;
                 Ok(dispatched)
             }
@@ -115,12 +119,12 @@ pub(super) struct TestEnv {
 impl TestEnv {
     /// Returns the present environment if it has the right server and number of workers, otherwise a new one.
     pub(super) fn reuse_or_start<'a>(present: &'a mut Option<Self>, config: &rpc::Config) -> anyhow::Result<&'a Self> {
-        let (workers, has_server) = (config.cores, !matches!(config.policy, Policy::RankedQueue(_)));
-        let is_suited = |env: &Self| env.workers == workers && env.server.is_some() == has_server;
+        let (worker_count, has_server) = (config.cores, !matches!(config.policy, Policy::RankedQueue(_)));
+        let is_suited = |env: &Self| env.workers == worker_count && env.server.is_some() == has_server;
         if !present.as_ref().is_some_and(is_suited) {
             // Drops the old environment first: its dispatcher must be gone.
             *present = None;
-            *present = Some(Self::start(workers, has_server)?);
+            *present = Some(Self::start(worker_count, has_server)?);
         }
         present.as_ref().context("just started")
     }
@@ -158,14 +162,14 @@ impl TestEnv {
         let rate_rps = load * f64::from(*cores) / (service.mean() * unit_us / 1e6);
         let (service, mix) = (service.clone(), mix.clone());
         let requests = RequestLoad { service, mix, unit_us, rate_rps, seconds, seed: *seed };
-        let seen = requests.send(&self.testbed)?;
-        let (sent, lost) = seen.requests_and_lost();
+        let measurement = requests.send(&self.testbed)?;
+        let (sent, lost) = measurement.requests_and_lost();
         ensure!(lost == 0, "{policy} at a load of {load}: {lost} of {sent} requests were lost");
-        let (short, all) = (seen.value(Metric::ShortP99)?, seen.value(Metric::P99)?);
+        let (short, all) = (measurement.value(Metric::ShortP99)?, measurement.value(Metric::P99)?);
         eprintln!(
             "run {seed}, {}, {policy}, load {load}: p99 of short requests {short:.2}, of all {all:.2} ({sent})",
             config.service
         );
-        Ok(seen)
+        Ok(measurement)
     }
 }

@@ -16,47 +16,47 @@ use crate::counters::{self, KernelCounters};
 #[derive(Debug)]
 pub struct CounterReading {
     dispatch_status: Value,
-    client: KernelCounters,
-    server: KernelCounters,
-    purged: u64,
+    client_counters: KernelCounters,
+    server_counters: KernelCounters,
+    purged_datagrams: u64,
     /// Number of datagrams that workers read and did not answer.
-    refused: u64,
+    refused_datagrams: u64,
 }
 
 impl CounterReading {
     /// Reads all counters. Fails when a counter cannot be read.
-    pub fn take(env: &TestEnv) -> anyhow::Result<Self> {
+    pub fn read_all(env: &TestEnv) -> anyhow::Result<Self> {
         Ok(Self {
             dispatch_status: env.query_dispatch_status()?,
-            client: counters::read(env.testbed().client())?,
-            server: counters::read(env.testbed().server(1)?)?,
-            purged: env.read_purged_count()?,
-            refused: env.server().counters()?.iter().map(|worker| worker.refused).sum(),
+            client_counters: counters::read(env.testbed().client())?,
+            server_counters: counters::read(env.testbed().server(1)?)?,
+            purged_datagrams: env.read_purged_datagram_count()?,
+            refused_datagrams: env.server().read_counters()?.iter().map(|worker| worker.refused).sum(),
         })
     }
 
     /// Returns, in words, signs that requests are still pending or that a worker gets no requests.
-    pub fn describe_unfinished(&self) -> Vec<String> {
-        let mut found = Vec::new();
-        let (outstanding, queued) = (self.sum("outstanding"), self.sum("queued"));
+    pub fn signs_of_pending_requests(&self) -> Vec<String> {
+        let mut signs = Vec::new();
+        let (outstanding, queued) = (self.sum_over_workers("outstanding"), self.sum_over_workers("queued"));
         if outstanding != 0 || queued != 0 {
-            found.push(format!("{outstanding} outstanding, {queued} queued: {}", self.dispatch_status));
+            signs.push(format!("{outstanding} outstanding, {queued} queued: {}", self.dispatch_status));
         }
-        let eligible = count_eligible_workers(&self.dispatch_status);
-        if eligible != Some(WORKER_COUNT) {
-            found.push(format!("{eligible:?} workers are eligible: {}", self.dispatch_status));
+        let eligible_workers = count_eligible_workers(&self.dispatch_status);
+        if eligible_workers != Some(WORKER_COUNT) {
+            signs.push(format!("{eligible_workers:?} workers are eligible: {}", self.dispatch_status));
         }
         for worker in self.dispatch_status["workers"].as_array().into_iter().flatten() {
-            let count = |name: &str| worker[name].as_u64().unwrap_or(u64::MAX);
-            if count("dispatched") != count("completed").saturating_add(count("abandoned")) {
-                found.push(format!("dispatched, but neither completed nor abandoned: {worker}"));
+            let worker_count = |name: &str| worker[name].as_u64().unwrap_or(u64::MAX);
+            if worker_count("dispatched") != worker_count("completed").saturating_add(worker_count("abandoned")) {
+                signs.push(format!("dispatched, but neither completed nor abandoned: {worker}"));
             }
         }
-        found
+        signs
     }
 
     /// Returns the sum of the counter named `count` over all workers of the dispatch.
-    fn sum(&self, count: &str) -> u64 {
+    fn sum_over_workers(&self, count: &str) -> u64 {
         let workers = self.dispatch_status["workers"].as_array().into_iter().flatten();
         workers.filter_map(|worker| worker[count].as_u64()).sum()
     }
@@ -66,11 +66,11 @@ impl CounterReading {
     }
 
     fn server_counter(&self, name: &str) -> u64 {
-        self.server.get(name).copied().unwrap_or(0)
+        self.server_counters.get(name).copied().unwrap_or(0)
     }
 
     fn client_counter(&self, name: &str) -> u64 {
-        self.client.get(name).copied().unwrap_or(0)
+        self.client_counters.get(name).copied().unwrap_or(0)
     }
 }
 
@@ -95,7 +95,7 @@ pub struct SoakSegment {
     pub killed_in_service: i64,
     /// Number of responses that workers sent.
     pub responses: u64,
-    /// Counters of the dispatch; `None` when the dispatch restarted and counted anew.
+    /// Counters of the dispatch; `None` when the dispatch restarted, which resets them.
     pub ledger: Option<RequestLedger>,
     pub load_requests: u64,
     /// Number of requests of the load that got no response.
@@ -132,8 +132,8 @@ impl SoakSegment {
     ) -> Self {
         let server = |name: &str| after.server_counter(name) - before.server_counter(name);
         let (read, responses) = (server("UdpInDatagrams"), server("UdpOutDatagrams"));
-        let refused = after.refused - before.refused;
-        let began_anew = made.detachments + made.restarts > 0;
+        let refused_datagrams = after.refused_datagrams - before.refused_datagrams;
+        let is_ledger_restarted = made.detachments + made.restarts > 0;
         let mut segment = Self {
             number,
             faults: made.clone(),
@@ -141,15 +141,15 @@ impl SoakSegment {
             read,
             dropped: server("UdpRcvbufErrors") + server("UdpMemErrors"),
             without_listener: server("UdpNoPorts"),
-            purged: after.purged - before.purged,
-            killed_in_service: read as i64 - responses as i64 - refused as i64,
+            purged: after.purged_datagrams - before.purged_datagrams,
+            killed_in_service: read as i64 - responses as i64 - refused_datagrams as i64,
             responses,
-            ledger: (!began_anew).then(|| RequestLedger::new(before, after, made)),
+            ledger: (!is_ledger_restarted).then(|| RequestLedger::new(before, after, made)),
             load_requests: load.requests,
             load_lost: load.lost,
             violations: Vec::new(),
         };
-        at_once.describe_unfinished().into_iter().for_each(|violation| segment.record_violation(&violation));
+        at_once.signs_of_pending_requests().into_iter().for_each(|violation| segment.record_violation(&violation));
         segment.check_datagrams();
         segment.check_ledger(before, after);
         segment
@@ -165,7 +165,7 @@ impl SoakSegment {
         )
     }
 
-    fn require(&mut self, holds: bool, what: impl FnOnce() -> String) {
+    fn require_or_record(&mut self, holds: bool, what: impl FnOnce() -> String) {
         if !holds {
             self.record_violation(&what());
         }
@@ -177,53 +177,67 @@ impl SoakSegment {
 
     /// Checks that every datagram is accounted for, and that datagrams were lost only where a fault loses them.
     fn check_datagrams(&mut self) {
-        let known = self.read + self.dropped + self.without_listener + self.purged;
+        let accounted_datagrams = self.read + self.dropped + self.without_listener + self.purged;
         let (sent, made) = (self.sent, self.faults.clone());
         let (dropped, without_listener, purged) = (self.dropped, self.without_listener, self.purged);
-        let killed = made.kills + made.restarts * WORKER_COUNT;
+        let killed_workers = made.kills + made.restarts * WORKER_COUNT;
         // A datagram may arrive while the socket is being closed.
-        let accounted = (known..=known + killed).contains(&sent);
-        self.require(accounted, || format!("{sent} datagrams were sent, {known} are accounted for"));
-        self.require(dropped == 0 || made.floods > 0, || format!("{dropped} datagrams dropped without a flood"));
-        self.require(without_listener == 0 || made.restarts > 0, || {
+        let is_accounted_for = (accounted_datagrams..=accounted_datagrams + killed_workers).contains(&sent);
+        self.require_or_record(is_accounted_for, || {
+            format!("{sent} datagrams were sent, {accounted_datagrams} are accounted for")
+        });
+        self.require_or_record(dropped == 0 || made.floods > 0, || {
+            format!("{dropped} datagrams dropped without a flood")
+        });
+        self.require_or_record(without_listener == 0 || made.restarts > 0, || {
             format!("{without_listener} reached no worker without a restart")
         });
-        self.require(purged == 0 || killed > 0, || format!("{purged} were purged without a kill"));
+        self.require_or_record(purged == 0 || killed_workers > 0, || format!("{purged} were purged without a kill"));
         // A worker counts after a read and after a response: a kill may come in between.
-        let in_service = self.killed_in_service;
-        let possible = -(killed as i64)..=killed as i64;
-        self.require(possible.contains(&in_service), || format!("{in_service} requests were read and not answered"));
-        let (lost, reasons) = (self.load_lost, dropped + without_listener + purged + killed);
-        self.require(lost <= reasons, || format!("{lost} requests of the load are lost, {reasons} with a reason"));
+        let killed_in_service = self.killed_in_service;
+        let possible_range = -(killed_workers as i64)..=killed_workers as i64;
+        self.require_or_record(possible_range.contains(&killed_in_service), || {
+            format!("{killed_in_service} requests were read and not answered")
+        });
+        let (lost, reasons) = (self.load_lost, dropped + without_listener + purged + killed_workers);
+        self.require_or_record(lost <= reasons, || {
+            format!("{lost} requests of the load are lost, {reasons} with a reason")
+        });
     }
 
     fn check_ledger(&mut self, before: &CounterReading, after: &CounterReading) {
         let Some(ledger) = &self.ledger else { return };
         let (dispatched, answers) = (ledger.dispatched, ledger.completed + ledger.unmatched);
         let (arrived, made) = (self.read + self.dropped + self.purged, self.faults.clone());
-        let given = self.responses + made.spoofed + made.answered_by_others;
+        let sent_responses = self.responses + made.spoofed + made.answered_by_others;
         let (abandoned, late) = (ledger.abandoned, ledger.late);
-        let uncounted =
+        let uncounted_requests =
             ["untracked", "no_worker"].map(|name| after.dispatch_counter(name) - before.dispatch_counter(name));
-        let agree = (arrived..=arrived + made.kills).contains(&dispatched);
-        self.require(agree, || format!("{dispatched} dispatched, the workers' sockets were given {arrived}"));
-        self.require(answers == given, || format!("{answers} completed or unmatched, {given} responses were sent"));
-        self.require(uncounted == [0, 0], || format!("{uncounted:?} untracked, without a worker"));
-        self.require(abandoned >= self.dropped + self.purged, || format!("{abandoned} abandoned"));
-        self.require(late >= 0, || format!("{late} responses late"));
+        let agrees_with_workers = (arrived..=arrived + made.kills).contains(&dispatched);
+        self.require_or_record(agrees_with_workers, || {
+            format!("{dispatched} dispatched, the workers' sockets were given {arrived}")
+        });
+        self.require_or_record(answers == sent_responses, || {
+            format!("{answers} completed or unmatched, {sent_responses} responses were sent")
+        });
+        self.require_or_record(uncounted_requests == [0, 0], || {
+            format!("{uncounted_requests:?} untracked, without a worker")
+        });
+        self.require_or_record(abandoned >= self.dropped + self.purged, || format!("{abandoned} abandoned"));
+        self.require_or_record(late >= 0, || format!("{late} responses late"));
     }
 }
 
 impl RequestLedger {
     fn new(before: &CounterReading, after: &CounterReading, made: &FaultCounts) -> Self {
-        let sum = |name: &str| after.sum(name) - before.sum(name);
-        let unmatched = after.dispatch_counter("unmatched") - before.dispatch_counter("unmatched");
+        let worker_growth = |name: &str| after.sum_over_workers(name) - before.sum_over_workers(name);
+        let unmatched_growth = after.dispatch_counter("unmatched") - before.dispatch_counter("unmatched");
         Self {
-            dispatched: sum("dispatched"),
-            completed: sum("completed"),
-            abandoned: sum("abandoned"),
-            unmatched,
-            late: unmatched as i64 - made.spoofed as i64,
+            dispatched: worker_growth("dispatched"),
+            completed: worker_growth("completed"),
+            abandoned: worker_growth("abandoned"),
+            unmatched: unmatched_growth,
+            late: unmatched_growth as i64 - made.spoofed as i64,
         }
     }
 }

@@ -9,20 +9,20 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 use serde::Serialize;
 use std::net::SocketAddrV4;
 
-use super::spoof::{FIRST_UNANSWERED_ID, Spoofer, UnansweredClient};
-use super::test_env::{FIRST_PORT, FLOW_COUNT, TestEnv, WORKER_COUNT};
+use super::spoof::{FIRST_UNANSWERED_ID, ResponseSpoofer, UnansweredClient};
+use super::test_env::{FIRST_LOAD_PORT, LOAD_FLOW_COUNT, TestEnv, WORKER_COUNT};
 use crate::interrupt;
 
 /// Range of the pauses between two faults (ms).
-const PAUSE_MS: std::ops::Range<u32> = 100..600;
+const FAULT_PAUSE_RANGE_MS: std::ops::Range<u32> = 100..600;
 /// Range of the times for which a worker is stopped (ms).
-const STOP_DURATION_MS: std::ops::Range<u32> = 1_000..3_000;
+const STOP_DURATION_RANGE_MS: std::ops::Range<u32> = 1_000..3_000;
 /// Number of datagrams in a flood: several times the capacity of the workers' receive buffers.
 const FLOOD_DATAGRAM_COUNT: u32 = 3_000;
 /// Number of a flood's datagrams sent without a pause: a CPU's backlog holds 1,000 (net.core.netdev_max_backlog).
-const FLOOD_BURST: u32 = 100;
+const FLOOD_BURST_DATAGRAM_COUNT: u32 = 100;
 /// Time after which a sent request has certainly arrived at its worker.
-const DELIVERY_TIME: Duration = Duration::from_millis(20);
+const MAX_DELIVERY_TIME: Duration = Duration::from_millis(20);
 
 /// Numbers of injected faults.
 #[derive(Debug, Default, Clone, PartialEq, Eq, Serialize)]
@@ -70,10 +70,10 @@ pub struct FaultInjector<'a> {
     /// Whether faults may restart the dispatch and thereby its counters.
     may_restart: bool,
     unanswered_client: UnansweredClient,
-    spoofer: Spoofer,
+    spoofer: ResponseSpoofer,
     /// Pids of stopped workers, and the times at which SIGCONT is due.
     stopped_workers: Vec<(u32, Instant)>,
-    counts: FaultCounts,
+    fault_counts: FaultCounts,
 }
 
 impl<'a> FaultInjector<'a> {
@@ -81,7 +81,7 @@ impl<'a> FaultInjector<'a> {
     /// cannot be opened.
     pub fn new(env: &'a mut TestEnv, rng: &'a mut Xoshiro256PlusPlus, may_restart: bool) -> anyhow::Result<Self> {
         let unanswered_client = UnansweredClient::open(env.testbed().client())?;
-        let spoofer = Spoofer::open(env.testbed().server(1)?)?;
+        let spoofer = ResponseSpoofer::open(env.testbed().server(1)?)?;
         Ok(Self {
             env,
             rng,
@@ -89,7 +89,7 @@ impl<'a> FaultInjector<'a> {
             unanswered_client,
             spoofer,
             stopped_workers: Vec::new(),
-            counts: FaultCounts::default(),
+            fault_counts: FaultCounts::default(),
         })
     }
 
@@ -100,67 +100,69 @@ impl<'a> FaultInjector<'a> {
     /// Injects random faults until `end`. Fails when a fault cannot be injected, or after a signal.
     pub fn inject_until(&mut self, end: Instant) -> anyhow::Result<()> {
         loop {
-            let pause = self.random_duration(PAUSE_MS).min(end.saturating_duration_since(Instant::now()));
+            let pause = self.random_duration(FAULT_PAUSE_RANGE_MS).min(end.saturating_duration_since(Instant::now()));
             std::thread::sleep(pause);
             interrupt::ensure_not_interrupted()?;
             let now = Instant::now();
             let (due, still): (Vec<_>, Vec<_>) =
                 self.stopped_workers.drain(..).partition(|(_, resume_at)| *resume_at <= now);
             self.stopped_workers = still;
-            due.into_iter().for_each(|(pid, _)| self.signal(pid, Signal::SIGCONT));
+            due.into_iter().for_each(|(pid, _)| self.send_signal(pid, Signal::SIGCONT));
             if now >= end {
                 return Ok(());
             }
-            self.inject_one()?;
+            self.inject_random_fault()?;
         }
     }
 
     /// Resumes all stopped workers. Returns the numbers of injected faults.
     pub fn finish(mut self) -> anyhow::Result<FaultCounts> {
-        std::mem::take(&mut self.stopped_workers).into_iter().for_each(|(pid, _)| self.signal(pid, Signal::SIGCONT));
-        Ok(self.counts)
+        std::mem::take(&mut self.stopped_workers)
+            .into_iter()
+            .for_each(|(pid, _)| self.send_signal(pid, Signal::SIGCONT));
+        Ok(self.fault_counts)
     }
 
-    fn inject_one(&mut self) -> anyhow::Result<()> {
+    fn inject_random_fault(&mut self) -> anyhow::Result<()> {
         match uniform_below(self.rng, if self.may_restart { 8 } else { 6 }) {
             0 => self.kill_worker(),
             1 => self.stop_worker(),
             2 => self.send_unanswered_requests(),
-            3 => self.spoof()?,
-            4 => self.flood(),
+            3 => self.send_spoofed_response()?,
+            4 => self.flood_workers(),
             5 => {
                 self.env.kill_daemon()?;
                 std::thread::sleep(self.random_duration(10..400));
-                self.env.attach(WORKER_COUNT - self.stopped_workers.len() as u64)?;
-                self.counts.upgrades += 1;
+                self.env.attach_dispatch(WORKER_COUNT - self.stopped_workers.len() as u64)?;
+                self.fault_counts.upgrades += 1;
             }
             6 => {
-                self.env.detach()?;
+                self.env.detach_dispatch()?;
                 std::thread::sleep(self.random_duration(10..400));
-                self.env.attach(WORKER_COUNT - self.stopped_workers.len() as u64)?;
-                self.counts.detachments += 1;
+                self.env.attach_dispatch(WORKER_COUNT - self.stopped_workers.len() as u64)?;
+                self.fault_counts.detachments += 1;
             }
             _ => {
-                self.env.server().worker_pids().into_iter().for_each(|pid| self.signal(pid, Signal::SIGKILL));
-                self.counts.restarts += 1;
+                self.env.server().worker_pids().into_iter().for_each(|pid| self.send_signal(pid, Signal::SIGKILL));
+                self.fault_counts.restarts += 1;
             }
         }
         Ok(())
     }
 
     fn random_duration(&mut self, milliseconds: std::ops::Range<u32>) -> Duration {
-        let beyond = uniform_below(self.rng, milliseconds.end - milliseconds.start);
-        Duration::from_millis((milliseconds.start + beyond).into())
+        let random_part_ms = uniform_below(self.rng, milliseconds.end - milliseconds.start);
+        Duration::from_millis((milliseconds.start + random_part_ms).into())
     }
 
     fn random_worker_pid(&mut self) -> Option<u32> {
-        let number = uniform_below(self.rng, WORKER_COUNT as u32) as u8;
+        let worker_number = uniform_below(self.rng, WORKER_COUNT as u32) as u8;
         // A killed worker may not have been replaced yet.
-        self.env.server().worker_pid(number).ok()
+        self.env.server().worker_pid(worker_number).ok()
     }
 
     /// Sends a signal to a process, unless it has ended.
-    fn signal(&self, pid: u32, signal: Signal) {
+    fn send_signal(&self, pid: u32, signal: Signal) {
         if self.env.server().worker_pids().contains(&pid) {
             let _ = kill(Pid::from_raw(pid as i32), signal);
         }
@@ -168,50 +170,51 @@ impl<'a> FaultInjector<'a> {
 
     fn kill_worker(&mut self) {
         let Some(pid) = self.random_worker_pid() else { return };
-        self.signal(pid, Signal::SIGKILL);
-        self.counts.kills += 1;
+        self.send_signal(pid, Signal::SIGKILL);
+        self.fault_counts.kills += 1;
     }
 
     fn stop_worker(&mut self) {
         let Some(pid) = self.random_worker_pid() else { return };
-        let resume_at = Instant::now() + self.random_duration(STOP_DURATION_MS);
+        let resume_at = Instant::now() + self.random_duration(STOP_DURATION_RANGE_MS);
         // At most two at a time: half of the workers can serve the load.
         if self.stopped_workers.len() < 2 && self.stopped_workers.iter().all(|(stopped, _)| *stopped != pid) {
-            self.signal(pid, Signal::SIGSTOP);
+            self.send_signal(pid, Signal::SIGSTOP);
             self.stopped_workers.push((pid, resume_at));
-            self.counts.stops += 1;
+            self.fault_counts.stops += 1;
         }
     }
 
     /// Sends requests that no worker answers; another process answers every second one.
     fn send_unanswered_requests(&mut self) {
-        let count = 1 + uniform_below(self.rng, 20);
-        let ids: Vec<u32> = (0..count).filter_map(|_| self.unanswered_client.send()).collect();
-        self.counts.without_response += ids.len() as u64;
-        std::thread::sleep(DELIVERY_TIME);
+        let request_count = 1 + uniform_below(self.rng, 20);
+        let request_ids: Vec<u32> = (0..request_count).filter_map(|_| self.unanswered_client.send()).collect();
+        self.fault_counts.without_response += request_ids.len() as u64;
+        std::thread::sleep(MAX_DELIVERY_TIME);
         let Ok(address) = self.unanswered_client.address() else { return };
-        for id in ids.into_iter().step_by(2) {
-            self.counts.answered_by_others += u64::from(self.spoofer.respond(address, id).is_ok());
+        for id in request_ids.into_iter().step_by(2) {
+            self.fault_counts.answered_by_others += u64::from(self.spoofer.send_response(address, id).is_ok());
         }
     }
 
-    fn spoof(&mut self) -> anyhow::Result<()> {
-        let client = self.env.testbed().client_ipv4_address(0);
+    fn send_spoofed_response(&mut self) -> anyhow::Result<()> {
+        let client_address = self.env.testbed().client_ipv4_address(0);
         for _ in 0..1 + uniform_below(self.rng, 50) {
-            let port = FIRST_PORT + uniform_below(self.rng, FLOW_COUNT.into()) as u16;
+            let client_port = FIRST_LOAD_PORT + uniform_below(self.rng, LOAD_FLOW_COUNT.into()) as u16;
             let id = FIRST_UNANSWERED_ID | uniform_below(self.rng, FIRST_UNANSWERED_ID);
-            self.spoofer.respond(SocketAddrV4::new(client, port), id)?;
-            self.counts.spoofed += 1;
+            self.spoofer.send_response(SocketAddrV4::new(client_address, client_port), id)?;
+            self.fault_counts.spoofed += 1;
         }
         Ok(())
     }
 
-    fn flood(&mut self) {
-        for _ in 0..FLOOD_DATAGRAM_COUNT / FLOOD_BURST {
-            let sent = (0..FLOOD_BURST).filter(|_| self.unanswered_client.send().is_some()).count();
-            self.counts.without_response += sent as u64;
+    fn flood_workers(&mut self) {
+        for _ in 0..FLOOD_DATAGRAM_COUNT / FLOOD_BURST_DATAGRAM_COUNT {
+            let sent_count =
+                (0..FLOOD_BURST_DATAGRAM_COUNT).filter(|_| self.unanswered_client.send().is_some()).count();
+            self.fault_counts.without_response += sent_count as u64;
             std::thread::sleep(Duration::from_micros(100));
         }
-        self.counts.floods += 1;
+        self.fault_counts.floods += 1;
     }
 }

@@ -27,9 +27,9 @@ use test_env::TestEnv;
 const RNG_STREAM_FAULTS: u64 = 0x6469_7301;
 const SEGMENT_DURATION: Duration = Duration::from_secs(50);
 /// Minimum time after the last request until counters are compared, so that late responses have arrived.
-const MIN_SETTLE: Duration = Duration::from_secs(1);
+const MIN_SETTLE_TIME: Duration = Duration::from_secs(1);
 /// Minimum duration of a segment, so that some faults occur in it.
-const MIN_SEGMENT: Duration = Duration::from_secs(4);
+const MIN_SEGMENT_DURATION: Duration = Duration::from_secs(4);
 
 /// Options of `coreward-lab testbed dispatch-soak`.
 #[derive(Debug, Clone, Copy, clap::Args)]
@@ -64,7 +64,7 @@ pub struct DispatchSoakOutcome {
 
 /// Runs the soak test and prints its results. Fails when the setup fails or an invariant is violated.
 pub fn main(options: DispatchSoakArgs) -> anyhow::Result<()> {
-    interrupt::catch()?;
+    interrupt::catch_signals()?;
     let outcome = run(&instance::unique_name("dispatchsoak")?, options)?;
     println!("{}", serde_json::to_string_pretty(&outcome)?);
     ensure!(outcome.violations.is_empty(), "what must hold did not: {}", outcome.violations.join("; "));
@@ -76,38 +76,45 @@ pub fn main(options: DispatchSoakArgs) -> anyhow::Result<()> {
 pub fn run(instance: &str, options: DispatchSoakArgs) -> anyhow::Result<DispatchSoakOutcome> {
     let mut env = TestEnv::start(instance)?;
     let mut rng = seeded_rng(options.seed, RNG_STREAM_FAULTS);
-    let total = Duration::from_secs(options.seconds.into());
-    let count = total.div_duration_f64(SEGMENT_DURATION).ceil().max(2.0) as u32;
-    let length = (total / count).max(MIN_SEGMENT);
+    let total_duration = Duration::from_secs(options.seconds.into());
+    let count = total_duration.div_duration_f64(SEGMENT_DURATION).ceil().max(2.0) as u32;
+    let length = (total_duration / count).max(MIN_SEGMENT_DURATION);
     let mut segments = Vec::new();
-    let mut faults = FaultCounts::default();
+    let mut total_faults = FaultCounts::default();
     for number in 0..count {
-        let mut injector = FaultInjector::new(&mut env, &mut rng, number % 2 == 1)?;
-        let before = CounterReading::take(injector.env())?;
-        let load = injector.env().start_load(length, options.seed.wrapping_add(number.into()))?;
-        let end = Instant::now() + length;
-        injector.inject_until(end).with_context(|| format!("segment {number}"))?;
-        let made = injector.finish()?;
-        let end = Instant::now() + Duration::from_millis(options.settle_ms.into());
-        std::thread::sleep(MIN_SETTLE);
-        let mut at_once = CounterReading::take(&env)?;
-        while !at_once.describe_unfinished().is_empty() && Instant::now() < end {
+        let mut fault_injector = FaultInjector::new(&mut env, &mut rng, number % 2 == 1)?;
+        let counters_before = CounterReading::read_all(fault_injector.env())?;
+        let load_process = fault_injector.env().start_load(length, options.seed.wrapping_add(number.into()))?;
+        let faults_end = Instant::now() + length;
+        fault_injector.inject_until(faults_end).with_context(|| format!("segment {number}"))?;
+        let segment_faults = fault_injector.finish()?;
+        let settle_deadline = Instant::now() + Duration::from_millis(options.settle_ms.into());
+        std::thread::sleep(MIN_SETTLE_TIME);
+        let mut counters_at_once = CounterReading::read_all(&env)?;
+        while !counters_at_once.signs_of_pending_requests().is_empty() && Instant::now() < settle_deadline {
             std::thread::sleep(Duration::from_millis(100));
-            at_once = CounterReading::take(&env)?;
+            counters_at_once = CounterReading::read_all(&env)?;
         }
-        let report = load.read_json(*TIMEOUT)?;
-        let segment = SoakSegment::new(number, &before, &at_once, &CounterReading::take(&env)?, &made, &report);
+        let report = load_process.wait_for_json(*TIMEOUT)?;
+        let segment = SoakSegment::new(
+            number,
+            &counters_before,
+            &counters_at_once,
+            &CounterReading::read_all(&env)?,
+            &segment_faults,
+            &report,
+        );
         tracing::info!(event = "segment-finished", number, count, "{}", segment.summary());
-        faults.add(&made);
+        total_faults.add(&segment_faults);
         segments.push(segment);
     }
-    let sum = |of: fn(&SoakSegment) -> u64| segments.iter().map(of).sum();
+    let sum_over_segments = |of: fn(&SoakSegment) -> u64| segments.iter().map(of).sum();
     Ok(DispatchSoakOutcome {
-        sent: sum(|segment| segment.sent),
-        load_requests: sum(|segment| segment.load_requests),
-        load_lost: sum(|segment| segment.load_lost),
+        sent: sum_over_segments(|segment| segment.sent),
+        load_requests: sum_over_segments(|segment| segment.load_requests),
+        load_lost: sum_over_segments(|segment| segment.load_lost),
         violations: segments.iter().flat_map(|segment| segment.violations.iter().cloned()).collect(),
-        faults,
+        faults: total_faults,
         segments,
     })
 }

@@ -21,7 +21,7 @@ pub struct UnansweredClient {
 impl UnansweredClient {
     /// Opens the client's socket in the namespace of the client's host. Fails when the socket cannot be opened.
     pub fn open(client: &Namespace) -> anyhow::Result<Self> {
-        let socket = client.within(|| {
+        let socket = client.run_within(|| {
             let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
             socket.connect(SERVICE_ADDRESS)?;
             Ok(socket)
@@ -51,26 +51,26 @@ impl UnansweredClient {
 
 /// Sends forged responses of the service, from a raw socket on the server's host.
 #[derive(Debug)]
-pub struct Spoofer {
-    socket: Socket,
+pub struct ResponseSpoofer {
+    raw_socket: Socket,
 }
 
-impl Spoofer {
+impl ResponseSpoofer {
     /// Opens the raw socket in the namespace of the server's host. Fails without root.
     pub fn open(server: &Namespace) -> anyhow::Result<Self> {
-        let open = || {
+        let open_socket = || {
             let socket = Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::UDP)).context("a raw socket")?;
             socket.set_header_included_v4(true)?;
             Ok(socket)
         };
-        Ok(Self { socket: server.within(open)? })
+        Ok(Self { raw_socket: server.run_within(open_socket)? })
     }
 
     /// Sends a forged response to the request `id` of a client. Fails when the kernel does not send it.
-    pub fn respond(&self, client: SocketAddrV4, id: u32) -> anyhow::Result<()> {
-        const IP_BYTES: usize = 20;
-        const UDP_BYTES: usize = 8;
-        let mut packet = [0; IP_BYTES + UDP_BYTES + 12];
+    pub fn send_response(&self, client: SocketAddrV4, id: u32) -> anyhow::Result<()> {
+        const IP_HEADER_BYTES: usize = 20;
+        const UDP_HEADER_BYTES: usize = 8;
+        let mut packet = [0; IP_HEADER_BYTES + UDP_HEADER_BYTES + 12];
         let length = packet.len() as u16;
         // RFC 791: version and header length, time to live, protocol, addresses. The kernel fills in the rest (raw(7)).
         (packet[0], packet[8], packet[9]) = (0x45, 64, 17);
@@ -79,11 +79,11 @@ impl Spoofer {
         // RFC 768: ports, length; without a checksum.
         packet[20..22].copy_from_slice(&SERVICE_ADDRESS.port().to_be_bytes());
         packet[22..24].copy_from_slice(&client.port().to_be_bytes());
-        packet[24..26].copy_from_slice(&(length - IP_BYTES as u16).to_be_bytes());
+        packet[24..26].copy_from_slice(&(length - IP_HEADER_BYTES as u16).to_be_bytes());
         // The key-value protocol: type GET, id, one part.
         packet[28] = 1;
         packet[32..36].copy_from_slice(&id.to_le_bytes());
         packet[37] = 1;
-        self.socket.send_to(&packet, &client.into()).context("sending from a raw socket").map(drop)
+        self.raw_socket.send_to(&packet, &client.into()).context("sending from a raw socket").map(drop)
     }
 }

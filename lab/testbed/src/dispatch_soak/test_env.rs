@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
-use coreward_dataplane::dispatch::cgroup_root;
+use coreward_dataplane::dispatch::cgroup2_mount_point;
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 use libbpf_rs::{Link, MapCore as _, MapFlags, MapHandle};
 use nix::sys::signal::Signal;
@@ -28,12 +28,12 @@ mod skeleton {
 
 pub const WORKER_COUNT: u64 = 4;
 /// First source port of the load, to which spoofed responses are sent.
-pub const FIRST_PORT: u16 = 20_000;
-pub const FLOW_COUNT: u16 = 64;
-/// Requests per second of the load: a third of the capacity of all workers, with [`SERVICE_TIME_OPTION`] each. Even
+pub const FIRST_LOAD_PORT: u16 = 20_000;
+pub const LOAD_FLOW_COUNT: u16 = 64;
+/// Requests per second of the load: a third of the capacity of all workers, with [`SERVICE_TIME_ARGUMENT`] each. Even
 /// without one worker, queues stay short.
-const RATE_RPS: &str = "1200";
-const SERVICE_TIME_OPTION: &str = "GET=1000";
+const LOAD_RATE_RPS: &str = "1200";
+const SERVICE_TIME_ARGUMENT: &str = "GET=1000";
 /// Size of each receive buffer (bytes): small enough to be flooded, large enough for the requests of a stopped worker.
 const RECEIVE_BUFFER_BYTES: &str = "65536";
 /// Timeout of the load's requests (s): longer than a worker is stopped, so that only unanswered requests are lost.
@@ -43,9 +43,9 @@ const LOAD_TIMEOUT_S: &str = "6";
 pub struct TestEnv {
     purged_counter: MapHandle,
     _purge_link: Link,
-    daemon: Option<Process>,
-    server: KeyValueServer,
-    config: PathBuf,
+    dispatch_daemon: Option<Process>,
+    key_value_server: KeyValueServer,
+    dispatch_config_path: PathBuf,
     testbed: Testbed,
 }
 
@@ -53,8 +53,8 @@ impl TestEnv {
     /// Starts the server and its drop counter. Fails when a process cannot be started.
     pub fn start(instance: &str) -> anyhow::Result<Self> {
         let testbed = Testbed::create_direct(instance)?;
-        let workers = WORKER_COUNT.to_string();
-        let server = ["--paced", "--restart", "--service-us", SERVICE_TIME_OPTION, "--workers", &workers];
+        let worker_count = WORKER_COUNT.to_string();
+        let server = ["--paced", "--restart", "--service-us", SERVICE_TIME_ARGUMENT, "--workers", &worker_count];
         let server =
             testbed.start_key_value_server(1, &[&server[..], &["--receive-buffer", RECEIVE_BUFFER_BYTES]].concat())?;
         let config = testbed.directory().join("dispatch.toml");
@@ -66,8 +66,15 @@ impl TestEnv {
         );
         fs::write(&config, text).with_context(|| config.display().to_string())?;
         let (purged_counter, link) = attach_drop_counter(&testbed)?;
-        let mut env = Self { purged_counter, _purge_link: link, daemon: None, server, config, testbed };
-        env.attach(WORKER_COUNT)?;
+        let mut env = Self {
+            purged_counter,
+            _purge_link: link,
+            dispatch_daemon: None,
+            key_value_server: server,
+            dispatch_config_path: config,
+            testbed,
+        };
+        env.attach_dispatch(WORKER_COUNT)?;
         Ok(env)
     }
 
@@ -76,73 +83,93 @@ impl TestEnv {
     }
 
     pub fn server(&self) -> &KeyValueServer {
-        &self.server
+        &self.key_value_server
     }
 
     fn dispatch_command(&self) -> anyhow::Result<Command> {
         let mut command = Command::new(coreward_command()?);
-        command.args(["dispatch", "--config"]).arg(&self.config);
+        command.args(["dispatch", "--config"]).arg(&self.dispatch_config_path);
         Ok(command)
     }
 
     /// Starts `coreward dispatch` and waits until `workers` workers get requests. Fails when it cannot be started, or
     /// does not find all workers in time.
-    pub fn attach(&mut self, workers: u64) -> anyhow::Result<()> {
+    pub fn attach_dispatch(&mut self, workers: u64) -> anyhow::Result<()> {
         let mut command = self.dispatch_command()?;
         command.env("RUST_LOG", "error");
-        self.daemon = Some(self.testbed.spawn(self.testbed.server(1)?, command)?);
-        let started = Instant::now();
+        self.dispatch_daemon = Some(self.testbed.spawn(self.testbed.server(1)?, command)?);
+        let attach_start = Instant::now();
         loop {
-            let ledger = self.query_dispatch_status().unwrap_or_default();
+            let dispatch_status = self.query_dispatch_status().unwrap_or_default();
             // Another process may have read an older ledger.
-            let polled = ledger["since_last_poll_ms"].as_u64();
-            let by_this = polled.is_some_and(|polled| u128::from(polled) < started.elapsed().as_millis());
-            if by_this && count_eligible_workers(&ledger) >= Some(workers) {
+            let ms_since_last_poll = dispatch_status["since_last_poll_ms"].as_u64();
+            let is_polled_by_new_daemon =
+                ms_since_last_poll.is_some_and(|polled| u128::from(polled) < attach_start.elapsed().as_millis());
+            if is_polled_by_new_daemon && count_eligible_workers(&dispatch_status) >= Some(workers) {
                 return Ok(());
             }
-            ensure!(started.elapsed() < *TIMEOUT, "coreward dispatch has no {workers} workers in time: {ledger}");
+            ensure!(
+                attach_start.elapsed() < *TIMEOUT,
+                "coreward dispatch has no {workers} workers in time: {dispatch_status}"
+            );
             std::thread::sleep(Duration::from_millis(20));
         }
     }
 
     /// Kills `coreward dispatch`; the kernel continues to dispatch requests. Fails when it does not run.
     pub fn kill_daemon(&mut self) -> anyhow::Result<()> {
-        let mut daemon = self.daemon.take().context("no daemon")?;
-        daemon.signal(Signal::SIGKILL)?;
+        let mut daemon = self.dispatch_daemon.take().context("no daemon")?;
+        daemon.send_signal(Signal::SIGKILL)?;
         daemon.wait(*TIMEOUT).map(drop)
     }
 
     /// Detaches the dispatch, so that the kernel selects workers. Fails when the command fails.
-    pub fn detach(&mut self) -> anyhow::Result<()> {
-        let status = self.daemon.take().context("no daemon")?.terminate(*TIMEOUT)?;
-        ensure!(status.success(), "coreward dispatch: {status}");
+    pub fn detach_dispatch(&mut self) -> anyhow::Result<()> {
+        let exit_status = self.dispatch_daemon.take().context("no daemon")?.terminate(*TIMEOUT)?;
+        ensure!(exit_status.success(), "coreward dispatch: {exit_status}");
         let mut command = self.dispatch_command()?;
         command.arg("--detach");
-        self.testbed.run(self.testbed.server(1)?, command).map(drop)
+        self.testbed.run_command(self.testbed.server(1)?, command).map(drop)
     }
 
     /// Returns the service's entry in `coreward dispatch --status`. Fails when nothing is dispatched.
     pub fn query_dispatch_status(&self) -> anyhow::Result<Value> {
         let mut command = self.dispatch_command()?;
         command.args(["--status", "--format", "json"]);
-        let output = self.testbed.run(self.testbed.server(1)?, command)?;
+        let output = self.testbed.run_command(self.testbed.server(1)?, command)?;
         let mut status: Value = serde_json::from_slice(&output.stdout)?;
         Ok(status["services"][0].take())
     }
 
     /// Returns the number of datagrams that were queued at sockets when these were closed. Fails when the program's
     /// counter cannot be read.
-    pub fn read_purged_count(&self) -> anyhow::Result<u64> {
-        let value = self.purged_counter.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("no counter")?;
-        Ok(u64::from_ne_bytes(value[..8].try_into()?))
+    pub fn read_purged_datagram_count(&self) -> anyhow::Result<u64> {
+        let counter_bytes = self.purged_counter.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("no counter")?;
+        Ok(u64::from_ne_bytes(counter_bytes[..8].try_into()?))
     }
 
     /// Starts the load generator for a duration. Fails when it cannot be started.
     pub fn start_load(&self, length: Duration, seed: u64) -> anyhow::Result<Process> {
         let mut command = Command::new(lab_command()?);
-        command.args(["load", &SERVICE_ADDRESS.to_string(), "--format", "json", "--warm-up", "0", "--rate", RATE_RPS]);
-        command.args(["--timeout", LOAD_TIMEOUT_S, "--flows", &FLOW_COUNT.to_string(), "--seed", &seed.to_string()]);
-        command.args(["--first-port", &FIRST_PORT.to_string(), "--seconds", &length.as_secs_f64().to_string()]);
+        command.args([
+            "load",
+            &SERVICE_ADDRESS.to_string(),
+            "--format",
+            "json",
+            "--warm-up",
+            "0",
+            "--rate",
+            LOAD_RATE_RPS,
+        ]);
+        command.args([
+            "--timeout",
+            LOAD_TIMEOUT_S,
+            "--flows",
+            &LOAD_FLOW_COUNT.to_string(),
+            "--seed",
+            &seed.to_string(),
+        ]);
+        command.args(["--first-port", &FIRST_LOAD_PORT.to_string(), "--seconds", &length.as_secs_f64().to_string()]);
         command.stdout(Stdio::piped());
         self.testbed.spawn(self.testbed.client(), command)
     }
@@ -156,14 +183,19 @@ pub fn count_eligible_workers(ledger: &Value) -> Option<u64> {
 
 fn attach_drop_counter(testbed: &Testbed) -> anyhow::Result<(MapHandle, Link)> {
     let mut storage = MaybeUninit::uninit();
-    let mut open = skeleton::DropCounterSkelBuilder::default().open(&mut storage)?;
-    let constants = open.maps.rodata_data.as_deref_mut().context("drop_counter.bpf.o has no constants")?;
-    constants.port = SERVICE_ADDRESS.port();
-    constants.network_namespace = testbed.server(1)?.within(namespace_cookie)?;
-    let loaded = open.load().context("the kernel does not load drop_counter.bpf.c")?;
-    let cgroup = fs::File::open(cgroup_root()?)?;
-    let link = loaded.progs.release.attach_cgroup(cgroup.as_raw_fd()).context("seeing sockets that are closed")?;
-    Ok(((&loaded.maps.bss).try_into()?, link))
+    let mut open_skeleton = skeleton::DropCounterSkelBuilder::default().open(&mut storage)?;
+    let program_constants =
+        open_skeleton.maps.rodata_data.as_deref_mut().context("drop_counter.bpf.o has no constants")?;
+    program_constants.port = SERVICE_ADDRESS.port();
+    program_constants.network_namespace = testbed.server(1)?.run_within(namespace_cookie)?;
+    let loaded_skeleton = open_skeleton.load().context("the kernel does not load drop_counter.bpf.c")?;
+    let root_cgroup = fs::File::open(cgroup2_mount_point()?)?;
+    let link = loaded_skeleton
+        .progs
+        .release
+        .attach_cgroup(root_cgroup.as_raw_fd())
+        .context("seeing sockets that are closed")?;
+    Ok(((&loaded_skeleton.maps.bss).try_into()?, link))
 }
 
 /// Returns the cookie of this thread's network namespace, by which BPF programs identify it.
@@ -171,11 +203,11 @@ fn namespace_cookie() -> anyhow::Result<u64> {
     let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))?;
     let mut cookie = 0u64;
     let mut length = size_of_val(&cookie) as libc::socklen_t;
-    let descriptor = socket.as_raw_fd();
+    let socket_fd = socket.as_raw_fd();
     // SAFETY: both pointers are of variables that live until the call returns, and the length is the first's.
     let result = unsafe {
-        let value = (&raw mut cookie).cast();
-        libc::getsockopt(descriptor, libc::SOL_SOCKET, libc::SO_NETNS_COOKIE, value, &raw mut length)
+        let cookie_pointer = (&raw mut cookie).cast();
+        libc::getsockopt(socket_fd, libc::SOL_SOCKET, libc::SO_NETNS_COOKIE, cookie_pointer, &raw mut length)
     };
     nix::errno::Errno::result(result).context("SO_NETNS_COOKIE")?;
     Ok(cookie)

@@ -17,19 +17,20 @@ use crate::topology::Testbed;
 
 /// Returns the path of `coreward` in this program's directory or the one above. Fails when it does not exist.
 pub fn coreward_command() -> anyhow::Result<PathBuf> {
-    command_named("coreward")
+    find_command("coreward")
 }
 
 /// Returns the path of the command `coreward-lab`. Fails when it does not exist.
 pub fn lab_command() -> anyhow::Result<PathBuf> {
-    command_named("coreward-lab")
+    find_command("coreward-lab")
 }
 
-fn command_named(name: &str) -> anyhow::Result<PathBuf> {
-    let own = std::env::current_exe()?;
+fn find_command(name: &str) -> anyhow::Result<PathBuf> {
+    let own_path = std::env::current_exe()?;
     // Test executables are in a subdirectory.
-    let found = own.ancestors().skip(1).take(2).map(|directory| directory.join(name)).find(|path| path.is_file());
-    found.with_context(|| format!("no {name} in the directory of {}: `make build` makes it", own.display()))
+    let found_path =
+        own_path.ancestors().skip(1).take(2).map(|directory| directory.join(name)).find(|path| path.is_file());
+    found_path.with_context(|| format!("no {name} in the directory of {}: `make build` makes it", own_path.display()))
 }
 
 /// Returns the command `coreward ARGUMENTS` with the operator's token, for the machine of the only controller. Fails
@@ -44,30 +45,30 @@ pub fn operator_command_for(
     controllers: impl IntoIterator<Item = u16>,
     arguments: &[&str],
 ) -> anyhow::Result<Command> {
-    let controllers: Vec<String> = controllers.into_iter().map(api_address_of).collect();
+    let api_addresses: Vec<String> = controllers.into_iter().map(api_address_of).collect();
     let mut command = Command::new(coreward_command()?);
-    command.args(arguments).env("COREWARD_CONTROLLER", controllers.join(","));
+    command.args(arguments).env("COREWARD_CONTROLLER", api_addresses.join(","));
     command.env("COREWARD_TOKEN_FILE", testbed.directory().join("operator.token"));
     Ok(command)
 }
 
 /// Returns the last lines of the log of every daemon.
 pub(crate) fn read_log_tails(testbed: &Testbed) -> String {
-    let mut all = String::new();
-    let files = fs::read_dir(testbed.directory()).into_iter().flatten().flatten().map(|entry| entry.path());
-    for path in files.filter(|path| path.extension().is_some_and(|extension| extension == "log")) {
+    let mut log_tails = String::new();
+    let directory_files = fs::read_dir(testbed.directory()).into_iter().flatten().flatten().map(|entry| entry.path());
+    for path in directory_files.filter(|path| path.extension().is_some_and(|extension| extension == "log")) {
         let text = fs::read_to_string(&path).unwrap_or_default();
         let lines: Vec<&str> = text.lines().collect();
-        let last = lines[lines.len().saturating_sub(10)..].join("\n");
-        let _ = writeln!(all, "-- {}:\n{last}", path.display());
+        let last_lines = lines[lines.len().saturating_sub(10)..].join("\n");
+        let _ = writeln!(log_tails, "-- {}:\n{last_lines}", path.display());
     }
-    all
+    log_tails
 }
 
 /// Returns the capabilities that the daemon's systemd unit grants, such as `CAP_BPF`. Fails when the daemon has no
 /// unit.
 pub fn unit_capabilities(daemon: &str) -> anyhow::Result<Vec<&'static str>> {
-    let unit = match daemon {
+    let unit_text = match daemon {
         "controller" => include_str!("../../../../packaging/systemd/coreward-controller.service"),
         "rack" => include_str!("../../../../packaging/systemd/coreward-rack.service"),
         "lb" => include_str!("../../../../packaging/systemd/coreward-lb.service"),
@@ -75,16 +76,16 @@ pub fn unit_capabilities(daemon: &str) -> anyhow::Result<Vec<&'static str>> {
         "orchestrate" => include_str!("../../../../packaging/systemd/coreward-orchestrate.service"),
         other => bail!("{other:?} has no unit: expected controller, rack, lb, agent or orchestrate"),
     };
-    let line = unit.lines().find_map(|line| line.strip_prefix("CapabilityBoundingSet="));
-    Ok(line.context("a unit without CapabilityBoundingSet")?.split_whitespace().collect())
+    let capability_line = unit_text.lines().find_map(|line| line.strip_prefix("CapabilityBoundingSet="));
+    Ok(capability_line.context("a unit without CapabilityBoundingSet")?.split_whitespace().collect())
 }
 
 /// Returns a command with the capability bounding set of the daemon's unit; setpriv(1) sets it as systemd does.
 fn confined_command(daemon: &str, coreward: &Path) -> anyhow::Result<Command> {
     let mut bounding_set = "-all".to_owned();
     for capability in unit_capabilities(daemon)? {
-        let name = capability.strip_prefix("CAP_").context("a capability that does not begin with CAP_")?;
-        write!(bounding_set, ",+{}", name.to_lowercase())?;
+        let capability_name = capability.strip_prefix("CAP_").context("a capability that does not begin with CAP_")?;
+        write!(bounding_set, ",+{}", capability_name.to_lowercase())?;
     }
     let mut command = Command::new("setpriv");
     command.args(["--no-new-privs", "--bounding-set", &bounding_set]).arg(coreward);
@@ -101,8 +102,9 @@ pub(super) fn start_daemon(
     coreward: &Path,
 ) -> anyhow::Result<Process> {
     let log_path = testbed.directory().join(format!("{name}.log"));
-    let log = File::options().create(true).append(true).open(&log_path)?;
-    let mut command = if options.is_confined { confined_command(daemon, coreward)? } else { Command::new(coreward) };
+    let log_file = File::options().create(true).append(true).open(&log_path)?;
+    let mut command =
+        if options.has_unit_capabilities { confined_command(daemon, coreward)? } else { Command::new(coreward) };
     if options.json_logs {
         command.env("COREWARD_LOG_FORMAT", "json");
     }
@@ -110,11 +112,11 @@ pub(super) fn start_daemon(
         preload.apply_faults(name, &mut command)?;
     }
     command.arg(daemon).arg("--config").arg(config_path(testbed, name));
-    command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
-    let mut process = testbed.spawn(namespace, command)?;
+    command.stdin(Stdio::null()).stdout(log_file.try_clone()?).stderr(log_file);
+    let mut daemon_process = testbed.spawn(namespace, command)?;
     // An invalid configuration ends the daemon soon.
     std::thread::sleep(Duration::from_millis(20));
-    let ended = process.try_wait()?;
-    ensure!(ended.is_none(), "{name} ended: {}", fs::read_to_string(&log_path).unwrap_or_default().trim());
-    Ok(process)
+    let exit_status = daemon_process.try_wait()?;
+    ensure!(exit_status.is_none(), "{name} ended: {}", fs::read_to_string(&log_path).unwrap_or_default().trim());
+    Ok(daemon_process)
 }

@@ -7,22 +7,23 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, ensure};
-use coreward_model::consistency::{Consistency, Timestamps};
+use coreward_model::consistency::{Consistency, TimestampOrigin};
 use coreward_model::forwarding::Forwarding;
 use coreward_tls::authority::{Authority, Validity};
 use coreward_tls::{CredentialFiles, Identity, Name, Role};
 
 use super::names::{
-    api_address_of, controller_address_in, controller_address_of, controller_name, rack_listen_address,
+    api_address_of, controller_address_in, controller_address_of, controller_name, rack_controller_listen_address,
 };
 use super::options::{AdminState, FleetOptions, LoadSource};
 use crate::addresses::{
-    AddressFamily, DEVICE, SERVICE_ADDRESS, load_balancer_address, load_balancer_name, rack_name, server_address,
+    AddressFamily, HOST_DEVICE, SERVICE_ADDRESS, load_balancer_address, load_balancer_name, rack_controller_name,
+    server_address,
 };
 use crate::topology::Testbed;
 
 /// Returns the path of the core load file, in which a paced server publishes the busy times of its workers.
-pub fn busy_file(testbed: &Testbed, number: u16) -> PathBuf {
+pub fn core_load_file_path(testbed: &Testbed, number: u16) -> PathBuf {
     testbed.directory().join(format!("busy-s{number}"))
 }
 
@@ -35,43 +36,46 @@ pub(super) fn write_controller_files(
     options: &FleetOptions,
     pool: &BTreeMap<u16, AdminState>,
 ) -> anyhow::Result<()> {
-    let store = options.store_file.clone().unwrap_or_else(|| testbed.directory().join("controller.redb"));
-    let listen = format!("listen = \"{}\"\n", controller_address_in(options.control_family, 1));
-    let tokens = testbed.directory();
-    let mut text = format!("{listen}store = {store:?}\ntoken_directory = {tokens:?}\n");
+    let store_path = options.store_file.clone().unwrap_or_else(|| testbed.directory().join("controller.redb"));
+    let listen_line = format!("listen = \"{}\"\n", controller_address_in(options.control_family, 1));
+    let token_directory = testbed.directory();
+    let mut text = format!("{listen_line}store = {store_path:?}\ntoken_directory = {token_directory:?}\n");
     if let Some(document) = &options.applied_document {
         for number in 1..=options.controller_count {
             if !options.etcd_endpoints.is_empty() {
                 let (listen, endpoints, lease) =
                     (controller_address_of(number), &options.etcd_endpoints, options.lease_s);
                 // All controllers are on one machine.
-                let api = api_address_of(number);
+                let api_address = api_address_of(number);
                 text = format!(
-                    "listen = \"{listen}\"\napi = \"{api}\"\ntoken_directory = {tokens:?}\n\n[etcd]\n\
+                    "listen = \"{listen}\"\napi = \"{api_address}\"\ntoken_directory = {token_directory:?}\n\n[etcd]\n\
                      endpoints = {endpoints:?}\nlease = \"{lease}s\"\n"
                 );
             }
-            let table = tls_table_if(options.tls, testbed, Role::Controller, "controller");
-            write(&config_path(testbed, &controller_name(number)), &(text.clone() + &table))?;
+            let tls_table = tls_table_or_empty(options.tls, testbed, Role::Controller, "controller");
+            write_file(&config_path(testbed, &controller_name(number)), &(text.clone() + &tls_table))?;
         }
-        return write(&config_path(testbed, "fleet"), document);
+        return write_file(&config_path(testbed, "fleet"), document);
     }
     ensure!(options.controller_count == 1, "several controllers and a file of the fleet: expected `applied`");
     let text = match &options.shared_store_config {
-        Some(shared) => format!("{listen}token_directory = {tokens:?}\n{shared}"),
+        Some(shared) => format!("{listen_line}token_directory = {token_directory:?}\n{shared}"),
         None => text + "fleet = \"fleet.toml\"\n",
     };
-    let text = text + &tls_table_if(options.tls, testbed, Role::Controller, "controller");
-    write(&config_path(testbed, "controller"), &text)?;
+    let text = text + &tls_table_or_empty(options.tls, testbed, Role::Controller, "controller");
+    write_file(&config_path(testbed, "controller"), &text)?;
     let mut text = format!("report_interval = \"{}ms\"\n", options.report_interval_ms);
     if options.tables_by_interval {
         text += "table_updates = \"interval\"\n";
     }
     for (number, standing) in pool {
-        let state = if *standing == AdminState::Active { "active" } else { "draining" };
-        let address = options.servers_family.address(server_address(*number));
-        write!(text, "\n[[server]]\nname = \"s{number}\"\naddress = \"{address}\"\nstate = \"{state}\"\n")?;
-        text += &vlan_line(testbed.server_vlan(*number));
+        let state_name = if *standing == AdminState::Active { "active" } else { "draining" };
+        let server_address_text = options.servers_family.address(server_address(*number));
+        write!(
+            text,
+            "\n[[server]]\nname = \"s{number}\"\naddress = \"{server_address_text}\"\nstate = \"{state_name}\"\n"
+        )?;
+        text += &vlan_config_line(testbed.server_vlan(*number));
         text += options.server_lines.get(number).map_or("", String::as_str);
     }
     for (index, vip) in testbed.vips().enumerate() {
@@ -80,7 +84,7 @@ pub(super) fn write_controller_files(
         if options.consistency != Consistency::default() {
             writeln!(text, "consistency = \"{}\"", options.consistency.name())?;
         }
-        if options.timestamps != Timestamps::default() {
+        if options.timestamps != TimestampOrigin::default() {
             writeln!(text, "timestamps = \"{}\"", options.timestamps.name())?;
         }
         if options.forwarding != Forwarding::default() {
@@ -88,10 +92,10 @@ pub(super) fn write_controller_files(
         }
     }
     text += &options.fleet_text;
-    write(&config_path(testbed, "fleet"), &text)
+    write_file(&config_path(testbed, "fleet"), &text)
 }
 
-fn vlan_line(vlan: u16) -> String {
+fn vlan_config_line(vlan: u16) -> String {
     if vlan == 0 { String::new() } else { format!("vlan = {vlan}\n") }
 }
 
@@ -102,58 +106,59 @@ pub(super) fn write_load_balancer_file(testbed: &Testbed, options: &FleetOptions
         family => format!("address = \"{}\"\n", family.address(load_balancer_address(number))),
     };
     let text = format!(
-        "name = \"{name}\"\ncontroller = {}\ninterface = \"{DEVICE}\"\npin_directory = \"{}\"\n\
+        "name = \"{name}\"\ncontroller = {}\ninterface = \"{HOST_DEVICE}\"\npin_directory = \"{}\"\n\
          state_directory = \"{}\"\n{}",
-        options.format_controllers(),
+        options.format_controller_list(),
         testbed.load_balancer_pin_directory(number).display(),
         testbed.directory().display(),
-        vlan_line(testbed.vip_vlan())
+        vlan_config_line(testbed.vip_vlan())
             + &address
             + &options.load_balancer_text
-            + &tls_table_if(options.tls, testbed, Role::Lb, &name),
+            + &tls_table_or_empty(options.tls, testbed, Role::Lb, &name),
     );
-    write(&config_path(testbed, &name), &text)
+    write_file(&config_path(testbed, &name), &text)
 }
 
-pub(super) fn write_rack_file(testbed: &Testbed, options: &FleetOptions, number: u16) -> anyhow::Result<()> {
-    let (name, listen, controllers) = (rack_name(number), rack_listen_address(number), options.format_controllers());
+pub(super) fn write_rack_controller_file(testbed: &Testbed, options: &FleetOptions, number: u16) -> anyhow::Result<()> {
+    let (name, listen, controllers) =
+        (rack_controller_name(number), rack_controller_listen_address(number), options.format_controller_list());
     let text = format!("name = \"{name}\"\nlisten = \"{listen}\"\ncontroller = {controllers}\n");
-    write(&config_path(testbed, &name), &(text + &tls_table_if(options.tls, testbed, Role::Rack, &name)))
+    write_file(&config_path(testbed, &name), &(text + &tls_table_or_empty(options.tls, testbed, Role::Rack, &name)))
 }
 
 /// Returns the line of agents' files that lists the load balancers whose packets are decapsulated; empty without
 /// encapsulation.
-fn decapsulation(testbed: &Testbed, options: &FleetOptions) -> String {
+fn decapsulation_line(testbed: &Testbed, options: &FleetOptions) -> String {
     if !options.forwarding.encapsulates() {
         return String::new();
     }
-    let address = |number| options.servers_family.address(load_balancer_address(number)).to_string();
-    let sources: Vec<String> = testbed.load_balancer_numbers().into_iter().map(address).collect();
-    format!("decapsulate_from = {sources:?}\n")
+    let lb_address = |number| options.servers_family.address(load_balancer_address(number)).to_string();
+    let lb_addresses: Vec<String> = testbed.load_balancer_numbers().into_iter().map(lb_address).collect();
+    format!("decapsulate_from = {lb_addresses:?}\n")
 }
 
 pub(super) fn write_agent_file(testbed: &Testbed, options: &FleetOptions, number: u16) -> anyhow::Result<()> {
-    let load = match options.load_source {
+    let load_line = match options.load_source {
         LoadSource::Cpu => "{ source = \"cpu\" }".to_owned(),
         LoadSource::PacedServer => {
-            format!("{{ source = \"published\", path = \"{}\" }}", busy_file(testbed, number).display())
+            format!("{{ source = \"published\", path = \"{}\" }}", core_load_file_path(testbed, number).display())
         }
     };
-    let steer = if options.steers_connections { "order" } else { "off" };
+    let steering_mode = if options.steers_connections { "order" } else { "off" };
     let text = format!(
-        "server = \"s{number}\"\ncontroller = {}\ninterface = \"{DEVICE}\"\npin_directory = \"{}\"\n\
-         manage_rss = true\nmanage_timestamps = true\nsteer = \"{steer}\"\nload = {load}\n\
+        "server = \"s{number}\"\ncontroller = {}\ninterface = \"{HOST_DEVICE}\"\npin_directory = \"{}\"\n\
+         manage_rss = true\nmanage_timestamps = true\nsteer = \"{steering_mode}\"\nload = {load_line}\n\
          rss = {{ source = \"testbed\", path = \"{}\" }}\n{}{}",
-        options.controllers_of_agent(number),
+        options.format_controller_list_of_agent(number),
         testbed.pin_directory().join(format!("agent-s{number}")).display(),
         testbed.emulated_rss_path(number).display(),
-        decapsulation(testbed, options),
-        tls_table_if(options.tls, testbed, Role::Agent, &format!("s{number}")) + &options.agent_text,
+        decapsulation_line(testbed, options),
+        tls_table_or_empty(options.tls, testbed, Role::Agent, &format!("s{number}")) + &options.agent_text,
     );
-    write(&config_path(testbed, &format!("agent-s{number}")), &text)
+    write_file(&config_path(testbed, &format!("agent-s{number}")), &text)
 }
 
-pub(super) fn fleet_name() -> anyhow::Result<Name> {
+pub(super) fn testbed_fleet_name() -> anyhow::Result<Name> {
     "testbed".parse().map_err(anyhow::Error::msg)
 }
 
@@ -178,17 +183,17 @@ pub fn issue(testbed: &Testbed, role: Role, name: &str, fleet: &Name, validity: 
 }
 
 /// Returns the table `[tls]` of a daemon's configuration file; empty without TLS.
-fn tls_table_if(tls: bool, testbed: &Testbed, role: Role, name: &str) -> String {
+fn tls_table_or_empty(tls: bool, testbed: &Testbed, role: Role, name: &str) -> String {
     let CredentialFiles { ca, certificate, key } = certificate_files(testbed, role, name);
     if tls { format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n") } else { String::new() }
 }
 
 /// Returns the paths of the certificate and key files of a daemon, in its [`credential_directory`].
 pub fn certificate_files(testbed: &Testbed, role: Role, name: &str) -> CredentialFiles {
-    let file = |file: &str| credential_directory(testbed, role, name).join(file);
-    CredentialFiles { ca: file("ca.crt"), certificate: file("own.crt"), key: file("own.key") }
+    let file_path = |file: &str| credential_directory(testbed, role, name).join(file);
+    CredentialFiles { ca: file_path("ca.crt"), certificate: file_path("own.crt"), key: file_path("own.key") }
 }
 
-fn write(path: &Path, text: &str) -> anyhow::Result<()> {
+fn write_file(path: &Path, text: &str) -> anyhow::Result<()> {
     fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
 }

@@ -4,11 +4,11 @@ use std::net::SocketAddr;
 
 use anyhow::Context as _;
 
-use crate::addresses::{AddressFamily, CONTROLLER_ADDRESS, rack_address};
+use crate::addresses::{AddressFamily, CONTROLLER_ADDRESS, rack_controller_address};
 
 pub const CONTROLLER_PORT: u16 = 7400;
 /// Port of the HTTP API of the first controller, on its own host only; other controllers use the following ports.
-const API_PORT: u16 = 7401;
+const FIRST_API_PORT: u16 = 7401;
 
 pub fn first_controller_address() -> String {
     controller_address_of(1)
@@ -25,47 +25,47 @@ pub fn controller_address_in(family: AddressFamily, number: u16) -> String {
 }
 
 /// Returns the address and port of rack controller `number`, counted from 1.
-pub fn rack_listen_address(number: u16) -> String {
-    format!("{}:{CONTROLLER_PORT}", rack_address(number))
+pub fn rack_controller_listen_address(number: u16) -> String {
+    format!("{}:{CONTROLLER_PORT}", rack_controller_address(number))
 }
 
 /// Returns the address of the HTTP API of controller `number`, for clients on its host.
 pub fn api_address_of(number: u16) -> String {
-    format!("127.0.0.1:{}", API_PORT + number - 1)
+    format!("127.0.0.1:{}", FIRST_API_PORT + number - 1)
 }
 
 /// Returns the name of controller `number`: `controller` for the first, a name with the number for others.
 pub fn controller_name(number: u16) -> String {
-    if number == 1 { CONTROLLER.to_owned() } else { format!("{CONTROLLER}{number}") }
+    if number == 1 { FIRST_CONTROLLER_NAME.to_owned() } else { format!("{FIRST_CONTROLLER_NAME}{number}") }
 }
 
-const AGENT_PREFIX: &str = "agent-s";
+const AGENT_NAME_PREFIX: &str = "agent-s";
 /// Name of the first controller.
-pub const CONTROLLER: &str = "controller";
+pub const FIRST_CONTROLLER_NAME: &str = "controller";
 
 /// Returns the name of the agent daemon of server `number`.
 pub fn agent_name(number: u16) -> String {
-    format!("{AGENT_PREFIX}{number}")
+    format!("{AGENT_NAME_PREFIX}{number}")
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum DaemonName {
     Controller(u16),
-    Rack(u16),
+    RackController(u16),
     LoadBalancer(u16),
     Agent(u16),
 }
 
 impl DaemonName {
     pub(super) fn parse(name: &str) -> anyhow::Result<Self> {
-        let number = |prefix: &str| name.strip_prefix(prefix).and_then(|number| number.parse().ok());
+        let number_after = |prefix: &str| name.strip_prefix(prefix).and_then(|number| number.parse().ok());
         match name {
-            CONTROLLER => Some(Self::Controller(1)),
-            _ => number(CONTROLLER)
+            FIRST_CONTROLLER_NAME => Some(Self::Controller(1)),
+            _ => number_after(FIRST_CONTROLLER_NAME)
                 .map(Self::Controller)
-                .or_else(|| number("rack").map(Self::Rack))
-                .or_else(|| number("lb").map(Self::LoadBalancer))
-                .or_else(|| number(AGENT_PREFIX).map(Self::Agent)),
+                .or_else(|| number_after("rack").map(Self::RackController))
+                .or_else(|| number_after("lb").map(Self::LoadBalancer))
+                .or_else(|| number_after(AGENT_NAME_PREFIX).map(Self::Agent)),
         }
         .with_context(|| format!("no daemon {name:?}: expected controller, rackN, lbN or agent-sN"))
     }

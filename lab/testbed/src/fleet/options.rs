@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use coreward_model::consistency::{Consistency, Timestamps};
+use coreward_model::consistency::{Consistency, TimestampOrigin};
 use coreward_model::forwarding::Forwarding;
 
-use super::names::{controller_address_in, rack_listen_address};
+use super::names::{controller_address_in, rack_controller_listen_address};
 use crate::addresses::AddressFamily;
 use crate::preload::PreloadedFaults;
 
@@ -17,7 +17,7 @@ pub struct FleetOptions {
     /// Connection consistency of every service, as in the fleet's file.
     pub consistency: Consistency,
     /// Component that stamps cookies into the timestamps of every service's packets.
-    pub timestamps: Timestamps,
+    pub timestamps: TimestampOrigin,
     /// Method by which packets of every service are forwarded to the servers.
     pub forwarding: Forwarding,
     /// Address family of the servers in the fleet's file; IPv6 needs an IPv6 testbed or routed servers.
@@ -40,7 +40,7 @@ pub struct FleetOptions {
     pub agent_text: String,
     pub json_logs: bool,
     /// Whether daemons run only with the capabilities of their systemd units.
-    pub is_confined: bool,
+    pub has_unit_capabilities: bool,
     /// Text of the controller's file that replaces the lines about its store and the fleet's file.
     pub shared_store_config: Option<String>,
     /// Addresses of controllers outside the testbed, for the files of agents and load balancers.
@@ -74,7 +74,7 @@ impl Default for FleetOptions {
         Self {
             policy: "crossrss".to_owned(),
             consistency: Consistency::default(),
-            timestamps: Timestamps::default(),
+            timestamps: TimestampOrigin::default(),
             forwarding: Forwarding::default(),
             servers_family: AddressFamily::Ipv4,
             report_interval_ms: 100,
@@ -86,7 +86,7 @@ impl Default for FleetOptions {
             load_balancer_text: String::new(),
             agent_text: String::new(),
             json_logs: false,
-            is_confined: false,
+            has_unit_capabilities: false,
             shared_store_config: None,
             other_controllers: Vec::new(),
             applied_document: None,
@@ -105,19 +105,21 @@ impl Default for FleetOptions {
 
 impl FleetOptions {
     /// Returns the list of controllers, as in the files of load balancers and rack controllers.
-    pub(super) fn format_controllers(&self) -> String {
+    pub(super) fn format_controller_list(&self) -> String {
         format!("{:?}", self.controller_addresses())
     }
 
-    pub(super) fn controllers_of_agent(&self, server: u16) -> String {
-        let racks = self.server_racks.get(&server).into_iter().flatten().map(|rack| rack_listen_address(*rack));
-        let all: Vec<String> = racks.chain(self.controller_addresses()).collect();
-        format!("{all:?}")
+    pub(super) fn format_controller_list_of_agent(&self, server: u16) -> String {
+        let rack_addresses =
+            self.server_racks.get(&server).into_iter().flatten().map(|rack| rack_controller_listen_address(*rack));
+        let all_addresses: Vec<String> = rack_addresses.chain(self.controller_addresses()).collect();
+        format!("{all_addresses:?}")
     }
 
     fn controller_addresses(&self) -> Vec<String> {
-        let own = (1..=self.controller_count).map(|number| controller_address_in(self.control_family, number));
-        own.chain(self.other_controllers.iter().cloned()).collect()
+        let testbed_addresses =
+            (1..=self.controller_count).map(|number| controller_address_in(self.control_family, number));
+        testbed_addresses.chain(self.other_controllers.iter().cloned()).collect()
     }
 }
 

@@ -16,40 +16,48 @@ use crate::topology::Testbed;
 impl Fleet {
     pub(super) fn check_ready(&self, testbed: &Testbed) -> anyhow::Result<()> {
         let status = self.status(testbed)?;
-        let reporting = array_or_empty(&status["servers"]).iter().filter(|server| server["reports"] == "fresh").count();
-        let active = self.pool.values().filter(|standing| **standing == AdminState::Active).count();
-        let expected = if self.options.runs_agents { active } else { 0 };
-        ensure!(reporting >= expected, "{reporting} servers report: expected {expected}");
+        let reporting_servers =
+            array_or_empty(&status["servers"]).iter().filter(|server| server["reports"] == "fresh").count();
+        let active_servers = self.server_pool.values().filter(|standing| **standing == AdminState::Active).count();
+        let expected_reports = if self.options.runs_agents { active_servers } else { 0 };
+        ensure!(
+            reporting_servers >= expected_reports,
+            "{reporting_servers} servers report: expected {expected_reports}"
+        );
         for number in self.load_balancers.keys() {
-            let unresolved = &load_balancer_state(&status, *number)?["unresolved_servers"];
+            let unresolved_servers = &load_balancer_state(&status, *number)?["unresolved_servers"];
             ensure!(
-                array_or_empty(unresolved).is_empty(),
-                "{} does not find {unresolved}",
+                array_or_empty(unresolved_servers).is_empty(),
+                "{} does not find {unresolved_servers}",
                 load_balancer_name(*number)
             );
         }
         let services = array_or_empty(&status["services"]).iter();
-        let whole: Vec<(&str, u64)> =
+        let newest_generations: Vec<(&str, u64)> =
             services.map(|service| self.complete_table_generation(testbed, service)).collect::<Result<_, _>>()?;
         // Requested after the tables: loads cause new tables all the time.
         let status = self.status(testbed)?;
-        for (service, whole) in whole {
+        for (service, whole) in newest_generations {
             for number in self.load_balancers.keys() {
-                let in_force =
+                let generation_in_force =
                     load_balancer_state(&status, *number)?["table_generations"][service].as_u64().unwrap_or(0);
-                let balancer = load_balancer_name(*number);
-                ensure!(in_force >= whole, "{balancer} has table {in_force} of {service}: expected {whole}");
+                let balancer_name = load_balancer_name(*number);
+                ensure!(
+                    generation_in_force >= whole,
+                    "{balancer_name} has table {generation_in_force} of {service}: expected {whole}"
+                );
             }
         }
         Ok(())
     }
 
     /// Checks that every rack controller is connected to a controller.
-    pub(super) fn check_racks(&self, testbed: &Testbed) -> anyhow::Result<()> {
-        if self.racks.is_empty() {
+    pub(super) fn check_rack_controllers(&self, testbed: &Testbed) -> anyhow::Result<()> {
+        if self.rack_controllers.is_empty() {
             return Ok(());
         }
-        let (connected, expected) = (array_or_empty(&self.status(testbed)?["racks"]).len(), self.racks.len());
+        let (connected, expected) =
+            (array_or_empty(&self.status(testbed)?["racks"]).len(), self.rack_controllers.len());
         ensure!(connected == expected, "{connected} racks are connected: expected {expected}");
         Ok(())
     }
@@ -57,46 +65,49 @@ impl Fleet {
     /// Returns the service's name and the generation of its newest table, if that contains all servers that take new
     /// connections. Tables are made on change: the first one may precede the last server's MAC address or report.
     fn complete_table_generation<'a>(&self, testbed: &Testbed, service: &'a Value) -> anyhow::Result<(&'a str, u64)> {
-        let name = service["name"].as_str().context("a service without a name")?;
-        let takes_new = |member: &&Value| member["state"] == "active" || member["state"] == "joining";
-        let expected: BTreeSet<&str> = array_or_empty(&service["members"])
+        let service_name = service["name"].as_str().context("a service without a name")?;
+        let takes_connections = |member: &&Value| member["state"] == "active" || member["state"] == "joining";
+        let expected_servers: BTreeSet<&str> = array_or_empty(&service["members"])
             .iter()
-            .filter(takes_new)
+            .filter(takes_connections)
             .filter_map(|member| member["server"].as_str())
             .collect();
-        let table = self.table(testbed, name)?;
-        let has: BTreeSet<&str> =
-            array_or_empty(&table["members"]).iter().filter_map(|member| member["server"].as_str()).collect();
-        ensure!(has.is_superset(&expected), "the newest table of {name} has {has:?}: expected {expected:?}");
-        Ok((name, table["generation"].as_u64().context("a table without a generation")?))
+        let newest_table = self.query_newest_table(testbed, service_name)?;
+        let servers_in_table: BTreeSet<&str> =
+            array_or_empty(&newest_table["members"]).iter().filter_map(|member| member["server"].as_str()).collect();
+        ensure!(
+            servers_in_table.is_superset(&expected_servers),
+            "the newest table of {service_name} has {servers_in_table:?}: expected {expected_servers:?}"
+        );
+        Ok((service_name, newest_table["generation"].as_u64().context("a table without a generation")?))
     }
 
     /// Queries a service's newest table by `GET /v1/tables/SERVICE` from the leading controller.
-    fn table(&self, testbed: &Testbed, service: &str) -> anyhow::Result<Value> {
+    fn query_newest_table(&self, testbed: &Testbed, service: &str) -> anyhow::Result<Value> {
         let token = fs::read_to_string(testbed.directory().join("viewer.token"))?;
-        let ask = |number: &u16| {
+        let query_controller = |number: &u16| {
             let mut curl = Command::new("curl");
             curl.args(["--silent", "--show-error", "--fail", "--max-time", "5", "--header"]);
             curl.arg(format!("Authorization: Bearer {}", token.trim()));
             curl.arg(format!("http://{}/v1/tables/{service}", api_address_of(*number)));
-            testbed.run(testbed.controller(), curl)
+            testbed.run_command(testbed.controller(), curl)
         };
-        let mut outcome = Err(anyhow::anyhow!("a fleet without a controller"));
+        let mut curl_result = Err(anyhow::anyhow!("a fleet without a controller"));
         for number in self.controllers.keys() {
-            outcome = ask(number);
-            if outcome.is_ok() {
+            curl_result = query_controller(number);
+            if curl_result.is_ok() {
                 break;
             }
         }
-        Ok(serde_json::from_slice(&outcome?.stdout)?)
+        Ok(serde_json::from_slice(&curl_result?.stdout)?)
     }
 }
 
 fn load_balancer_state(status: &Value, load_balancer: u16) -> anyhow::Result<&Value> {
     let name = load_balancer_name(load_balancer);
-    let balancer = array_or_empty(&status["load_balancers"]).iter().find(|balancer| balancer["name"] == name);
-    let state = balancer.map(|balancer| &balancer["state"]).filter(|state| !state.is_null());
-    state.with_context(|| format!("{name} has sent nothing yet"))
+    let lb_status = array_or_empty(&status["load_balancers"]).iter().find(|balancer| balancer["name"] == name);
+    let lb_state = lb_status.map(|balancer| &balancer["state"]).filter(|state| !state.is_null());
+    lb_state.with_context(|| format!("{name} has sent nothing yet"))
 }
 
 fn array_or_empty(value: &Value) -> &[Value] {

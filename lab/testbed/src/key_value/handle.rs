@@ -9,7 +9,7 @@ use anyhow::Context as _;
 use super::server::WorkerCounters;
 use super::worker::SharedWorkerCounters;
 use crate::addresses::SERVICE_ADDRESS;
-use crate::core_load_file::read_busy_file;
+use crate::core_load_file::read_core_load_file;
 use crate::fleet;
 use crate::process::Process;
 use crate::topology::Testbed;
@@ -17,35 +17,36 @@ use crate::topology::Testbed;
 /// Running key-value server, which is killed when dropped.
 #[derive(Debug)]
 pub struct KeyValueServer {
-    process: Process,
-    counter_file: PathBuf,
+    master_process: Process,
+    counter_file_path: PathBuf,
 }
 
 impl KeyValueServer {
     /// Returns the process id of the master, which with `--threads` is the only process.
     pub fn pid(&self) -> u32 {
-        self.process.pid()
+        self.master_process.pid()
     }
 
     /// Returns the process ids of the running workers, in the order of their starts; empty with `--threads`.
     pub fn worker_pids(&self) -> Vec<u32> {
-        let children = format!("/proc/{0}/task/{0}/children", self.pid());
-        let children = fs::read_to_string(children).unwrap_or_default();
-        children.split_whitespace().filter_map(|pid| pid.parse().ok()).collect()
+        let children_path = format!("/proc/{0}/task/{0}/children", self.pid());
+        let children_pids = fs::read_to_string(children_path).unwrap_or_default();
+        children_pids.split_whitespace().filter_map(|pid| pid.parse().ok()).collect()
     }
 
     /// Returns the process id of a worker, by its number. Fails when the worker does not run.
     pub fn worker_pid(&self, worker: u8) -> anyhow::Result<u32> {
-        let name = format!("core{worker}");
-        let is_it =
-            |pid: &u32| fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|command| command.trim_end() == name);
-        self.worker_pids().into_iter().find(is_it).with_context(|| format!("there is no worker {worker}"))
+        let process_name = format!("core{worker}");
+        let has_name = |pid: &u32| {
+            fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|command| command.trim_end() == process_name)
+        };
+        self.worker_pids().into_iter().find(has_name).with_context(|| format!("there is no worker {worker}"))
     }
 
     /// Reads the counters of each worker. Fails when the counter file cannot be read.
-    pub fn counters(&self) -> anyhow::Result<Vec<WorkerCounters>> {
-        let numbers = read_busy_file(&self.counter_file)?;
-        let (each, _) = numbers.as_chunks::<{ SharedWorkerCounters::COUNT }>();
+    pub fn read_counters(&self) -> anyhow::Result<Vec<WorkerCounters>> {
+        let counter_values = read_core_load_file(&self.counter_file_path)?;
+        let (each, _) = counter_values.as_chunks::<{ SharedWorkerCounters::COUNTERS_PER_WORKER }>();
         Ok(each.iter().map(WorkerCounters::from).collect())
     }
 }
@@ -55,15 +56,19 @@ impl Testbed {
     /// options of `coreward-lab testbed key-value-server`. Waits until all its sockets are bound. Fails when the server
     /// does not exist, or is not ready in time.
     pub fn start_key_value_server(&self, number: u16, options: &[&str]) -> anyhow::Result<KeyValueServer> {
-        let counter_file = self.directory().join(format!("key-value-s{number}"));
+        let counter_file_path = self.directory().join(format!("key-value-s{number}"));
         // A killed server may have left its file.
-        let _ = fs::remove_file(&counter_file);
+        let _ = fs::remove_file(&counter_file_path);
         let mut command = Command::new(fleet::lab_command()?);
         command.args(["testbed", "key-value-server", "--listen", &SERVICE_ADDRESS.to_string()]);
-        command.arg("--counter-file").arg(&counter_file).arg("--busy-file").arg(fleet::busy_file(self, number));
+        command
+            .arg("--counter-file")
+            .arg(&counter_file_path)
+            .arg("--busy-file")
+            .arg(fleet::core_load_file_path(self, number));
         command.args(options);
-        let mut process = self.spawn(self.server(number)?, command)?;
-        process.wait_for_file(&format!("the key-value server of server {number}"), &counter_file)?;
-        Ok(KeyValueServer { process, counter_file })
+        let mut master_process = self.spawn(self.server(number)?, command)?;
+        master_process.wait_for_file(&format!("the key-value server of server {number}"), &counter_file_path)?;
+        Ok(KeyValueServer { master_process, counter_file_path })
     }
 }

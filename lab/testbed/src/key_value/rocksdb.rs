@@ -6,7 +6,7 @@ use std::path::Path;
 use std::ptr::{NonNull, null_mut};
 
 use anyhow::{Context as _, bail};
-use coreward_load::key_value::{self, Request, ResponseWriter, Status};
+use coreward_load::key_value::{self, Request, ResponseStatus, ResponseWriter};
 use coreward_load::request_type::RequestType;
 
 use super::store::{Database, initial_value};
@@ -36,7 +36,11 @@ macro_rules! functions {
                         let symbol = NonNull::new(unsafe { libc::dlsym(library.as_ptr(), name.as_ptr()) });
                         let symbol = symbol.with_context(|| format!("{LIBRARY:?} has no function {name:?}"))?;
                         // SAFETY: the type is that of rocksdb/c.h.
-                        unsafe { std::mem::transmute::<Handle, unsafe extern "C" fn($($argument),*) $(-> $result)?>(symbol.as_ptr()) }
+                        unsafe {
+                            std::mem::transmute::<Handle, unsafe extern "C" fn($($argument),*) $(-> $result)?>(
+                                symbol.as_ptr(),
+                            )
+                        }
                     },)*
                 })
             }
@@ -208,17 +212,25 @@ impl Database for RocksDb {
                 if let Err(error) = self.get(request.key, |value| found = Some(value.to_vec())) {
                     logged(error);
                 }
-                response.begin(request, if found.is_some() { Status::Done } else { Status::NotFound }, worker);
+                response.begin(
+                    request,
+                    if found.is_some() { ResponseStatus::Done } else { ResponseStatus::NotFound },
+                    worker,
+                );
                 if let Some(value) = found {
                     response.push(request.key, &value);
                 }
             }
             RequestType::PUT => {
                 let put = self.put(request.key, request.value).map_err(logged);
-                response.begin(request, if put.is_ok() { Status::Done } else { Status::NotFound }, worker);
+                response.begin(
+                    request,
+                    if put.is_ok() { ResponseStatus::Done } else { ResponseStatus::NotFound },
+                    worker,
+                );
             }
             scan => {
-                response.begin(request, Status::Done, worker);
+                response.begin(request, ResponseStatus::Done, worker);
                 let pairs = scan.scan_pairs().unwrap_or(0).into();
                 self.scan(request.key, pairs, |key, value| _ = response.push(key, value));
             }
@@ -236,7 +248,7 @@ mod tests {
         let request = Request { request_type: request_type.parse().unwrap(), id: 1, service_ns: 0, key, value };
         let mut response = ResponseWriter::default();
         database.answer(&request, 2, &mut response);
-        response.finish().map(<[u8]>::to_vec).collect()
+        response.finish_response().map(<[u8]>::to_vec).collect()
     }
 
     #[test]

@@ -7,8 +7,8 @@ use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use coreward_load::key_value::VALUE_BYTES_MAX;
-use coreward_load::request_type::ServiceTimes;
+use coreward_load::key_value::MAX_VALUE_BYTES;
+use coreward_load::request_type::ServiceTimesByType;
 use nix::errno::Errno;
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
@@ -16,7 +16,7 @@ use serde::Serialize;
 use socket2::{Domain, Socket, Type};
 
 use super::store::{MAX_ADDED_PAIR_COUNT, Store};
-use super::worker::{ServiceTime, SharedWorkerCounters, Worker, set_receive_buffer};
+use super::worker::{KeyValueWorker, ServiceTime, SharedWorkerCounters, set_receive_buffer};
 use crate::core_load_file::CounterFile;
 use crate::emulated_server::fork_worker;
 use crate::interrupt;
@@ -37,7 +37,7 @@ pub struct KeyValueServerArgs {
     #[arg(long, default_value_t = 10_000)]
     pub keys: u32,
     /// Length of the initial values (bytes)
-    #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u16).range(..=VALUE_BYTES_MAX as i64))]
+    #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u16).range(..=MAX_VALUE_BYTES as i64))]
     pub value_bytes: u16,
     /// Use threads with one store, instead of processes with one store each
     #[arg(long)]
@@ -47,7 +47,7 @@ pub struct KeyValueServerArgs {
     pub paced: bool,
     /// Service times of request types (us) [default: the times of Turbo's Figure 7]
     #[arg(long, value_name = "TYPE=US,...", requires = "paced")]
-    pub service_us: Option<ServiceTimes>,
+    pub service_us: Option<ServiceTimesByType>,
     /// Factor of the service times of Turbo's Figure 7 (GET 0.975 us, PUT 1.35, SCAN18 4.7, SCAN46 9.18, SCAN105 17.7)
     #[arg(long, default_value_t = 1.0, requires = "paced")]
     pub multiplier: f64,
@@ -83,8 +83,8 @@ pub struct WorkerCounters {
     pub busy_ns: u64,
 }
 
-impl From<&[u64; SharedWorkerCounters::COUNT]> for WorkerCounters {
-    fn from(&[received, answered, refused, busy_ns]: &[u64; SharedWorkerCounters::COUNT]) -> Self {
+impl From<&[u64; SharedWorkerCounters::COUNTERS_PER_WORKER]> for WorkerCounters {
+    fn from(&[received, answered, refused, busy_ns]: &[u64; SharedWorkerCounters::COUNTERS_PER_WORKER]) -> Self {
         Self { received, answered, refused, busy_ns }
     }
 }
@@ -92,59 +92,71 @@ impl From<&[u64; SharedWorkerCounters::COUNT]> for WorkerCounters {
 /// Serves until SIGINT or SIGTERM, then prints the counters of each worker as one line of JSON. Fails when it cannot
 /// listen, when an option is invalid, or when all workers have ended.
 pub fn run(args: &KeyValueServerArgs) -> anyhow::Result<()> {
-    interrupt::catch()?;
-    let mut server = Server::new(args)?;
-    let outcome = if args.threads { server.run_threads() } else { server.run_processes() };
-    println!("{}", serde_json::to_string(&server.counters_of_all())?);
-    outcome
+    interrupt::catch_signals()?;
+    let mut server = KeyValueMaster::new(args)?;
+    let serve_result = if args.threads { server.serve_by_threads() } else { server.serve_by_processes() };
+    println!("{}", serde_json::to_string(&server.read_all_counters())?);
+    serve_result
 }
 
-struct Server<'a> {
+struct KeyValueMaster<'a> {
     args: &'a KeyValueServerArgs,
     store: Arc<Store>,
     service_time: ServiceTime,
     counter_file: CounterFile,
     /// Core load file with the busy times of the workers, for an agent.
-    busy_file: Option<CounterFile>,
+    core_load_file: Option<CounterFile>,
     /// Sockets by worker; `None` if only the worker's process has the socket.
-    sockets: Vec<Option<UdpSocket>>,
+    worker_sockets: Vec<Option<UdpSocket>>,
 }
 
-impl<'a> Server<'a> {
+impl<'a> KeyValueMaster<'a> {
     fn new(args: &'a KeyValueServerArgs) -> anyhow::Result<Self> {
         let store = Store::with_keys(args.keys, args.value_bytes.into(), args.keys as usize + MAX_ADDED_PAIR_COUNT);
         let service_time = if args.paced {
-            let more = args.service_us.clone().unwrap_or_default();
-            ServiceTime::EmulatedTime(ServiceTimes::turbo(args.multiplier)?.overridden_by(&more))
+            let specified_times = args.service_us.clone().unwrap_or_default();
+            ServiceTime::EmulatedTime(
+                ServiceTimesByType::multiples_of_turbo(args.multiplier)?.with_overrides(&specified_times),
+            )
         } else {
             ServiceTime::RealWork
         };
-        let anonymous = std::env::temp_dir().join(format!("coreward-key-value-{}", std::process::id()));
-        let path = args.counter_file.as_ref().unwrap_or(&anonymous);
-        let counter_file = CounterFile::create(path, usize::from(args.workers) * SharedWorkerCounters::COUNT)?;
+        let anonymous_path = std::env::temp_dir().join(format!("coreward-key-value-{}", std::process::id()));
+        let counter_file_path = args.counter_file.as_ref().unwrap_or(&anonymous_path);
+        let counter_file = CounterFile::create(
+            counter_file_path,
+            usize::from(args.workers) * SharedWorkerCounters::COUNTERS_PER_WORKER,
+        )?;
         if args.counter_file.is_none() {
             counter_file.unlink()?;
         }
-        let busy_file =
+        let core_load_file =
             args.busy_file.as_ref().map(|path| CounterFile::create(path, args.workers.into())).transpose()?;
-        Ok(Self { args, store: Arc::new(store), service_time, counter_file, busy_file, sockets: Vec::new() })
+        Ok(Self {
+            args,
+            store: Arc::new(store),
+            service_time,
+            counter_file,
+            core_load_file,
+            worker_sockets: Vec::new(),
+        })
     }
 
-    fn busy_ns(&self, worker: u8) -> Option<&'static AtomicU64> {
-        self.busy_file.as_ref()?.counters().get(usize::from(worker))
+    fn busy_ns_of_worker(&self, worker: u8) -> Option<&'static AtomicU64> {
+        self.core_load_file.as_ref()?.counters().get(usize::from(worker))
     }
 
-    fn counters(&self, worker: u8) -> SharedWorkerCounters {
+    fn counters_of_worker(&self, worker: u8) -> SharedWorkerCounters {
         let (each, _) = self.counter_file.counters().as_chunks();
         SharedWorkerCounters(&each[usize::from(worker)])
     }
 
-    fn counters_of_all(&self) -> Vec<WorkerCounters> {
-        (0..self.args.workers).map(|worker| WorkerCounters::from(&self.counters(worker).read())).collect()
+    fn read_all_counters(&self) -> Vec<WorkerCounters> {
+        (0..self.args.workers).map(|worker| WorkerCounters::from(&self.counters_of_worker(worker).read())).collect()
     }
 
     fn open_socket(&self) -> anyhow::Result<UdpSocket> {
-        let open = || -> anyhow::Result<UdpSocket> {
+        let open_and_bind = || -> anyhow::Result<UdpSocket> {
             let socket = Socket::new(Domain::for_address(self.args.listen), Type::DGRAM, None)?;
             socket.set_reuse_port(true)?;
             socket.bind(&self.args.listen.into())?;
@@ -154,11 +166,11 @@ impl<'a> Server<'a> {
             }
             Ok(socket)
         };
-        open().with_context(|| format!("cannot listen on {}", self.args.listen))
+        open_and_bind().with_context(|| format!("cannot listen on {}", self.args.listen))
     }
 
-    fn publish(&self) -> anyhow::Result<()> {
-        if let (Some(path), Some(busy)) = (&self.args.busy_file, &self.busy_file) {
+    fn publish_files(&self) -> anyhow::Result<()> {
+        if let (Some(path), Some(busy)) = (&self.args.busy_file, &self.core_load_file) {
             busy.publish(path)?;
         }
         if let Some(path) = &self.args.counter_file {
@@ -173,26 +185,27 @@ impl<'a> Server<'a> {
         Ok(())
     }
 
-    fn run_threads(&mut self) -> anyhow::Result<()> {
+    fn serve_by_threads(&mut self) -> anyhow::Result<()> {
         let (failed, failures) = std::sync::mpsc::channel();
         for worker in 0..self.args.workers {
-            let (socket, counters, busy_ns) = (self.open_socket()?, self.counters(worker), self.busy_ns(worker));
+            let (socket, counters, busy_ns) =
+                (self.open_socket()?, self.counters_of_worker(worker), self.busy_ns_of_worker(worker));
             let (store, pace, failed) = (Arc::clone(&self.store), self.service_time.clone(), failed.clone());
-            let work = move || {
-                let worker = Worker {
+            let run_worker = move || {
+                let worker = KeyValueWorker {
                     number: worker.into(),
                     socket: &socket,
                     store: &store,
                     service_time: &pace,
                     counters,
-                    busy_ns,
+                    published_busy_ns: busy_ns,
                 };
                 // Without a receiver the master has ended.
                 let _ = failed.send(worker.run().unwrap_err());
             };
-            std::thread::Builder::new().name(format!("core{worker}")).spawn(work)?;
+            std::thread::Builder::new().name(format!("core{worker}")).spawn(run_worker)?;
         }
-        self.publish()?;
+        self.publish_files()?;
         while interrupt::ensure_not_interrupted().is_ok() {
             if let Ok(failure) = failures.recv_timeout(WORKER_POLL_INTERVAL) {
                 return Err(failure);
@@ -201,22 +214,23 @@ impl<'a> Server<'a> {
         Ok(())
     }
 
-    fn run_processes(&mut self) -> anyhow::Result<()> {
-        let mut workers = Vec::new();
+    fn serve_by_processes(&mut self) -> anyhow::Result<()> {
+        let mut worker_pids = Vec::new();
         for worker in 0..self.args.workers {
             // The kernel numbers the sockets of a group in the order of their binding.
-            self.sockets.push(None);
-            workers.push(self.start_process(worker)?);
+            self.worker_sockets.push(None);
+            worker_pids.push(self.fork_worker_process(worker)?);
         }
-        self.publish()?;
+        self.publish_files()?;
         // Polls instead of wait(2): a signal just before wait(2) would not end the call.
         while interrupt::ensure_not_interrupted().is_ok() {
             match waitpid(None, Some(WaitPidFlag::WNOHANG)) {
                 Ok(WaitStatus::Exited(pid, _) | WaitStatus::Signaled(pid, ..)) => {
-                    let Some(worker) = workers.iter().position(|worker| *worker == Some(pid)) else { continue };
+                    let Some(worker) = worker_pids.iter().position(|worker| *worker == Some(pid)) else { continue };
                     tracing::warn!(event = "worker-ended", worker, %pid, "a worker ended");
-                    workers[worker] = if self.args.restart { self.start_process(worker as u8)? } else { None };
-                    if workers.iter().all(Option::is_none) {
+                    worker_pids[worker] =
+                        if self.args.restart { self.fork_worker_process(worker as u8)? } else { None };
+                    if worker_pids.iter().all(Option::is_none) {
                         bail!("all workers have ended");
                     }
                 }
@@ -228,25 +242,25 @@ impl<'a> Server<'a> {
     }
 
     /// Forks a worker, with the master's copy of its socket or with a new socket.
-    fn start_process(&mut self, number: u8) -> anyhow::Result<Option<Pid>> {
-        let index = usize::from(number);
-        let socket = self.sockets[index].take().map_or_else(|| self.open_socket(), Ok)?;
-        let pid = fork_worker("key-value server", number, || self.run_worker(number, &socket))?;
+    fn fork_worker_process(&mut self, number: u8) -> anyhow::Result<Option<Pid>> {
+        let worker_index = usize::from(number);
+        let socket = self.worker_sockets[worker_index].take().map_or_else(|| self.open_socket(), Ok)?;
+        let worker_pid = fork_worker("key-value server", number, || self.run_worker(number, &socket))?;
         // Without a copy in the master, the socket is closed when its worker ends, and leaves the group.
-        self.sockets[index] = self.args.keep_sockets.then_some(socket);
-        Ok(Some(pid))
+        self.worker_sockets[worker_index] = self.args.keep_sockets.then_some(socket);
+        Ok(Some(worker_pid))
     }
 
     fn run_worker(&self, number: u8, socket: &UdpSocket) -> anyhow::Result<std::convert::Infallible> {
-        interrupt::leave_to_parent()?;
-        let (counters, busy_ns) = (self.counters(number), self.busy_ns(number));
-        Worker {
+        interrupt::reset_signals_in_child()?;
+        let (counters, busy_ns) = (self.counters_of_worker(number), self.busy_ns_of_worker(number));
+        KeyValueWorker {
             number: number.into(),
             socket,
             store: &self.store,
             service_time: &self.service_time,
             counters,
-            busy_ns,
+            published_busy_ns: busy_ns,
         }
         .run()
     }

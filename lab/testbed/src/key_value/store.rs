@@ -3,14 +3,14 @@
 use std::collections::BTreeMap;
 use std::ops::Bound;
 
-use coreward_load::key_value::{self, Request, ResponseWriter, Status};
+use coreward_load::key_value::{self, Request, ResponseStatus, ResponseWriter};
 use coreward_load::request_type::RequestType;
 use parking_lot::RwLock;
 
 /// Maximum number of keys that clients may add to the initial ones.
 pub(crate) const MAX_ADDED_PAIR_COUNT: usize = 1_000_000;
 
-type Pairs = BTreeMap<Box<[u8]>, Box<[u8]>>;
+type KeyValuePairs = BTreeMap<Box<[u8]>, Box<[u8]>>;
 
 /// Keys and values of a server.
 pub(crate) trait Database: Send + Sync {
@@ -26,7 +26,7 @@ pub(crate) fn initial_value(number: u32, length: usize) -> Vec<u8> {
 /// Key-value store of one worker, or of all workers together.
 #[derive(Debug)]
 pub(crate) struct Store {
-    pairs: RwLock<Pairs>,
+    pairs: RwLock<KeyValuePairs>,
     /// Maximum number of keys, so that clients cannot fill the machine's memory; a PUT of a further key is rejected.
     pairs_max: usize,
 }
@@ -34,24 +34,24 @@ pub(crate) struct Store {
 impl Store {
     /// Creates a store with `keys` keys, named by [`key_value::key_name`] of 0 and up, with values of `value_length`
     /// bytes each.
-    pub(crate) fn with_keys(keys: u32, value_length: usize, pairs_max: usize) -> Self {
+    pub(crate) fn with_keys(keys: u32, value_length: usize, max_pair_count: usize) -> Self {
         let pair = |number: u32| {
             let key = key_value::key_name(number).into_bytes();
             (key.into_boxed_slice(), initial_value(number, value_length).into_boxed_slice())
         };
-        Self { pairs: RwLock::new((0..keys).map(pair).collect()), pairs_max }
+        Self { pairs: RwLock::new((0..keys).map(pair).collect()), pairs_max: max_pair_count }
     }
 
     fn get(&self, request: &Request<'_>, worker: u16, response: &mut ResponseWriter) {
         let pairs = self.read();
         let value = pairs.get(request.key);
-        response.begin(request, if value.is_some() { Status::Done } else { Status::NotFound }, worker);
+        response.begin(request, if value.is_some() { ResponseStatus::Done } else { ResponseStatus::NotFound }, worker);
         if let Some(value) = value {
             assert!(response.push(request.key, value), "requests have values that fit");
         }
     }
 
-    fn put(&self, key: &[u8], value: &[u8]) -> Status {
+    fn put(&self, key: &[u8], value: &[u8]) -> ResponseStatus {
         // A writer that panicked left the map valid, before or after its PUT.
         let mut pairs = self.pairs.write();
         if let Some(present) = pairs.get_mut(key) {
@@ -59,9 +59,9 @@ impl Store {
         } else if pairs.len() < self.pairs_max {
             pairs.insert(key.into(), value.into());
         } else {
-            return Status::Full;
+            return ResponseStatus::StoreFull;
         }
-        Status::Done
+        ResponseStatus::Done
     }
 
     fn scan(&self, from: &[u8], count: usize, response: &mut ResponseWriter) {
@@ -71,7 +71,7 @@ impl Store {
         }
     }
 
-    fn read(&self) -> parking_lot::RwLockReadGuard<'_, Pairs> {
+    fn read(&self) -> parking_lot::RwLockReadGuard<'_, KeyValuePairs> {
         self.pairs.read()
     }
 }
@@ -85,7 +85,7 @@ impl Database for Store {
                 response.begin(request, status, worker);
             }
             scan => {
-                response.begin(request, Status::Done, worker);
+                response.begin(request, ResponseStatus::Done, worker);
                 if let Some(pairs) = scan.scan_pairs() {
                     self.scan(request.key, pairs.into(), response);
                 }
@@ -96,7 +96,7 @@ impl Database for Store {
 
 #[cfg(test)]
 mod tests {
-    use coreward_load::key_value::{DATAGRAM_BYTES_MAX, KEY_BYTES_MAX, VALUE_BYTES_MAX, key_name, parse_response};
+    use coreward_load::key_value::{MAX_DATAGRAM_BYTES, MAX_KEY_BYTES, MAX_VALUE_BYTES, key_name, parse_response};
 
     use super::*;
 
@@ -108,10 +108,10 @@ mod tests {
         let mut response = ResponseWriter::default();
         store.answer(&request, 2, &mut response);
         let (mut status, mut all) = (0, Vec::new());
-        for datagram in response.finish() {
-            assert!(datagram.len() <= DATAGRAM_BYTES_MAX);
+        for datagram in response.finish_response() {
+            assert!(datagram.len() <= MAX_DATAGRAM_BYTES);
             let (header, pairs) = parse_response(datagram).unwrap();
-            assert_eq!(header.worker.get(), 2);
+            assert_eq!(header.worker_index.get(), 2);
             status = header.status;
             all.extend(pairs.into_iter().map(|(key, value)| (key.to_vec(), value.to_vec())));
         }
@@ -121,12 +121,12 @@ mod tests {
     #[test]
     fn stored_value_is_returned() {
         let store = Store::with_keys(3, 4, 4);
-        assert_eq!(request(&store, "GET", b"new", b""), (Status::NotFound as u8, vec![]));
-        assert_eq!(request(&store, "PUT", b"new", b"first"), (Status::Done as u8, vec![]));
-        assert_eq!(request(&store, "PUT", b"new", b"second"), (Status::Done as u8, vec![]));
+        assert_eq!(request(&store, "GET", b"new", b""), (ResponseStatus::NotFound as u8, vec![]));
+        assert_eq!(request(&store, "PUT", b"new", b"first"), (ResponseStatus::Done as u8, vec![]));
+        assert_eq!(request(&store, "PUT", b"new", b"second"), (ResponseStatus::Done as u8, vec![]));
         assert_eq!(request(&store, "GET", b"new", b""), (0, vec![(b"new".to_vec(), b"second".to_vec())]));
-        assert_eq!(request(&store, "PUT", b"another", b""), (Status::Full as u8, vec![]));
-        assert_eq!(request(&store, "PUT", b"new", b""), (Status::Done as u8, vec![]));
+        assert_eq!(request(&store, "PUT", b"another", b""), (ResponseStatus::StoreFull as u8, vec![]));
+        assert_eq!(request(&store, "PUT", b"new", b""), (ResponseStatus::Done as u8, vec![]));
         let (_, got) = request(&store, "GET", key_name(2).as_bytes(), b"");
         assert_eq!(got, [(key_name(2).into_bytes(), vec![2, 3, 4, 5])]);
     }
@@ -151,11 +151,11 @@ mod tests {
         let store = Store::with_keys(0, 0, 200);
         for number in 0..127 {
             assert_eq!(
-                request(&store, "PUT", &[number; KEY_BYTES_MAX], &[number; VALUE_BYTES_MAX]).0,
-                Status::Done as u8
+                request(&store, "PUT", &[number; MAX_KEY_BYTES], &[number; MAX_VALUE_BYTES]).0,
+                ResponseStatus::Done as u8
             );
         }
         assert_eq!(request(&store, "SCAN127", b"", b"").1.len(), 127);
-        assert_eq!(request(&store, "GET", &[5; KEY_BYTES_MAX], b"").1[0].1, [5; VALUE_BYTES_MAX]);
+        assert_eq!(request(&store, "GET", &[5; MAX_KEY_BYTES], b"").1[0].1, [5; MAX_VALUE_BYTES]);
     }
 }

@@ -10,9 +10,9 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use coreward_load::event_loop::now_ns;
-use coreward_load::key_value::{BadRequest, Request, ResponseWriter};
-use coreward_load::receive::Receiver;
-use coreward_load::request_type::{RequestType, ServiceTimes};
+use coreward_load::key_value::{Request, RequestError, ResponseWriter};
+use coreward_load::receive::TimestampedReceiver;
+use coreward_load::request_type::{RequestType, ServiceTimesByType};
 use nix::errno::Errno;
 use nix::sys::time::TimeSpec;
 use nix::time::{ClockId, ClockNanosleepFlags, clock_nanosleep};
@@ -22,19 +22,19 @@ use crate::core_load_file::VirtualCore;
 
 /// Maximum delay for which a core may make up (ns). The machine's late wake-ups (microseconds to milliseconds) do not
 /// cost the core time; a worker that was stopped for longer has lost that time.
-pub(crate) const CATCH_UP_NS: u64 = 20_000_000;
+pub(crate) const MAX_CATCH_UP_NS: u64 = 20_000_000;
 
 /// Counters of a worker, in memory that the master and the readers of the counter file share.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct SharedWorkerCounters(pub(crate) &'static [AtomicU64; SharedWorkerCounters::COUNT]);
+pub(crate) struct SharedWorkerCounters(pub(crate) &'static [AtomicU64; SharedWorkerCounters::COUNTERS_PER_WORKER]);
 
 impl SharedWorkerCounters {
     /// Number of counters per worker.
-    pub(crate) const COUNT: usize = 4;
-    const RECEIVED: usize = 0;
-    const ANSWERED: usize = 1;
-    const REJECTED: usize = 2;
-    const BUSY_NS: usize = 3;
+    pub(crate) const COUNTERS_PER_WORKER: usize = 4;
+    const RECEIVED_INDEX: usize = 0;
+    const ANSWERED_INDEX: usize = 1;
+    const REJECTED_INDEX: usize = 2;
+    const BUSY_NS_INDEX: usize = 3;
 
     /// Adds to the counter at an index. Each counter has one writer, and readers need no ordering with other memory.
     fn add(&self, which: usize, more: u64) {
@@ -43,7 +43,7 @@ impl SharedWorkerCounters {
     }
 
     /// Returns the current values of all counters.
-    pub(crate) fn read(&self) -> [u64; Self::COUNT] {
+    pub(crate) fn read(&self) -> [u64; Self::COUNTERS_PER_WORKER] {
         self.0.each_ref().map(|number| u64::from_le(number.load(Ordering::Relaxed)))
     }
 }
@@ -54,62 +54,67 @@ pub(crate) enum ServiceTime {
     /// The time that the work really takes.
     RealWork,
     /// The emulated time that a request carries, or else the time of its type in this table.
-    EmulatedTime(ServiceTimes),
+    EmulatedTime(ServiceTimesByType),
 }
 
 /// Reason why a datagram was not answered.
 #[derive(Debug, thiserror::Error)]
 enum Rejection {
     #[error(transparent)]
-    BadRequest(#[from] BadRequest),
+    BadRequest(#[from] RequestError),
     #[error("a {0}, for which there is no service time: give one by --service-us or in the request")]
     NoServiceTime(RequestType),
     #[error("more than a datagram may have")]
     Truncated,
 }
 
-pub(crate) struct Worker<'a> {
+pub(crate) struct KeyValueWorker<'a> {
     pub number: u16,
     pub socket: &'a UdpSocket,
     pub store: &'a Store,
     pub service_time: &'a ServiceTime,
     pub counters: SharedWorkerCounters,
     /// Busy time of the worker (ns), as published for an agent.
-    pub busy_ns: Option<&'a AtomicU64>,
+    pub published_busy_ns: Option<&'a AtomicU64>,
 }
 
-impl Worker<'_> {
+impl KeyValueWorker<'_> {
     /// Serves requests; returns only after an error.
     pub(crate) fn run(self) -> anyhow::Result<std::convert::Infallible> {
         // The default of 50 us is as long as a paced request (prctl(2), PR_SET_TIMERSLACK).
         nix::sys::prctl::set_timerslack(1).context("cannot set the timer slack")?;
-        Receiver::enable_timestamps(self.socket).context("cannot have arrivals stamped")?;
+        TimestampedReceiver::enable_timestamps(self.socket).context("cannot have arrivals stamped")?;
         let (mut receiver, mut response, mut core) =
-            (Receiver::default(), ResponseWriter::default(), VirtualCore::default());
+            (TimestampedReceiver::default(), ResponseWriter::default(), VirtualCore::default());
         let mut buffer = vec![0; 65_536];
-        let mut first_refusal = true;
+        let mut is_first_refusal = true;
         loop {
-            let received = match receiver.receive(self.socket, &mut buffer) {
+            let received_datagram = match receiver.receive(self.socket, &mut buffer) {
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
                 other => other.context("cannot receive")?,
             };
-            self.counters.add(SharedWorkerCounters::RECEIVED, 1);
-            let datagram =
-                if received.is_truncated { Err(Rejection::Truncated) } else { Ok(&buffer[..received.length]) };
-            let outcome = datagram.and_then(|datagram| {
+            self.counters.add(SharedWorkerCounters::RECEIVED_INDEX, 1);
+            let datagram = if received_datagram.is_truncated {
+                Err(Rejection::Truncated)
+            } else {
+                Ok(&buffer[..received_datagram.length])
+            };
+            let answer_result = datagram.and_then(|datagram| {
                 let request = Request::parse(datagram)?;
-                self.serve(&request, received.arrived_ns, &mut core, &mut response)
+                self.serve(&request, received_datagram.arrived_ns, &mut core, &mut response)
             });
-            match outcome {
+            match answer_result {
                 Ok(()) => {
-                    let client = received.sender.context("a datagram without a sender")?;
+                    let client_address = received_datagram.sender.context("a datagram without a sender")?;
                     // A full send buffer blocks; datagrams that the network rejects are lost.
-                    let sent = response.finish().all(|datagram| self.socket.send_to(datagram, client).is_ok());
-                    self.counters.add(SharedWorkerCounters::ANSWERED, sent.into());
+                    let is_sent = response
+                        .finish_response()
+                        .all(|datagram| self.socket.send_to(datagram, client_address).is_ok());
+                    self.counters.add(SharedWorkerCounters::ANSWERED_INDEX, is_sent.into());
                 }
                 Err(refused) => {
-                    self.counters.add(SharedWorkerCounters::REJECTED, 1);
-                    if std::mem::take(&mut first_refusal) {
+                    self.counters.add(SharedWorkerCounters::REJECTED_INDEX, 1);
+                    if std::mem::take(&mut is_first_refusal) {
                         tracing::warn!(
                             event = "request-rejected",
                             worker = self.number,
@@ -130,24 +135,24 @@ impl Worker<'_> {
         core: &mut VirtualCore,
         response: &mut ResponseWriter,
     ) -> Result<(), Rejection> {
-        let begun_ns = now_ns();
+        let start_ns = now_ns();
         let service_ns = match self.service_time {
             ServiceTime::RealWork => None,
             ServiceTime::EmulatedTime(_) if request.service_ns > 0 => Some(request.service_ns),
             ServiceTime::EmulatedTime(times) => {
-                let no_time = Rejection::NoServiceTime(request.request_type);
-                Some(times.get_ns(request.request_type).ok_or(no_time)?)
+                let missing_time = Rejection::NoServiceTime(request.request_type);
+                Some(times.get_ns(request.request_type).ok_or(missing_time)?)
             }
         };
         self.store.answer(request, self.number, response);
         if let Some(service_ns) = service_ns {
-            let arrived_ns = arrived_ns.max(begun_ns.saturating_sub(CATCH_UP_NS));
+            let arrived_ns = arrived_ns.max(start_ns.saturating_sub(MAX_CATCH_UP_NS));
             sleep_until(core.enqueue(arrived_ns, service_ns.into()));
         }
-        let busy_ns = service_ns.map_or_else(|| now_ns() - begun_ns, u64::from);
-        self.counters.add(SharedWorkerCounters::BUSY_NS, busy_ns);
-        if let Some(published) = self.busy_ns {
-            published.store(self.counters.read()[SharedWorkerCounters::BUSY_NS].to_le(), Ordering::Relaxed);
+        let busy_ns = service_ns.map_or_else(|| now_ns() - start_ns, u64::from);
+        self.counters.add(SharedWorkerCounters::BUSY_NS_INDEX, busy_ns);
+        if let Some(published) = self.published_busy_ns {
+            published.store(self.counters.read()[SharedWorkerCounters::BUSY_NS_INDEX].to_le(), Ordering::Relaxed);
         }
         Ok(())
     }
@@ -167,9 +172,9 @@ pub(crate) fn set_receive_buffer(socket: &UdpSocket, bytes: usize) -> anyhow::Re
         setsockopt(socket, RcvBuf, &bytes)?;
     }
     // The kernel doubles the requested size for its bookkeeping (socket(7)).
-    let given = getsockopt(socket, RcvBuf)? / 2;
-    if given < bytes {
-        bail!("receive buffer of {bytes} bytes: this process gets {given} at most (net.core.rmem_max)");
+    let granted_bytes = getsockopt(socket, RcvBuf)? / 2;
+    if granted_bytes < bytes {
+        bail!("receive buffer of {bytes} bytes: this process gets {granted_bytes} at most (net.core.rmem_max)");
     }
     Ok(())
 }

@@ -9,12 +9,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 use coreward_load::dns::{self, DnsQuery};
 
-use crate::addresses::VIP;
+use crate::addresses::FIRST_VIP;
 use crate::topology::Testbed;
 use crate::{Process, TIMEOUT};
 
 /// Address and port of the DNS service, on every server.
-pub const DNS_SERVICE_ADDRESS: SocketAddrV4 = SocketAddrV4::new(VIP, 53);
+pub const DNS_SERVICE_ADDRESS: SocketAddrV4 = SocketAddrV4::new(FIRST_VIP, 53);
 /// DNS query that knotd answers from memory.
 pub const PLAIN_QUERY: &str = "www.plain.test/A";
 /// DNS query whose answer knotd signs on demand (RSA, 2048 bits).
@@ -22,7 +22,7 @@ pub const SIGNED_QUERY: &str = "www.signed.test/A/dnssec";
 /// Path of knotd in Debian, because PATH may lack `/usr/sbin`.
 pub const KNOTD_PATH: &str = "/usr/sbin/knotd";
 
-const ZONE: &str = "$TTL 300
+const ZONE_FILE_TEXT: &str = "$TTL 300
 @ SOA ns hostmaster 1 3600 600 86400 300
 @ NS ns
 ns A 192.0.2.1
@@ -31,7 +31,7 @@ www A 192.0.2.2
 
 /// Running knotd on a server; dropping it ends the process.
 #[derive(Debug)]
-pub struct Knot {
+pub struct KnotServer {
     process: Process,
 }
 
@@ -39,34 +39,37 @@ impl Testbed {
     /// Starts knotd on server `number` with `workers` UDP workers, and waits until it answers [`PLAIN_QUERY`] and
     /// [`SIGNED_QUERY`]. Fails when the server or knotd does not exist, or knotd does not answer in time; the error
     /// contains its output.
-    pub fn start_knot(&self, number: u16, workers: u16) -> anyhow::Result<Knot> {
+    pub fn start_knot(&self, number: u16, workers: u16) -> anyhow::Result<KnotServer> {
         let directory = self.directory().join(format!("knot-s{number}"));
         fs::create_dir_all(&directory)?;
-        fs::write(directory.join("zone"), ZONE)?;
-        let configuration = directory.join("knot.conf");
-        fs::write(&configuration, configuration_text(&directory, workers))?;
+        fs::write(directory.join("zone"), ZONE_FILE_TEXT)?;
+        let configuration_path = directory.join("knot.conf");
+        fs::write(&configuration_path, configuration_text(&directory, workers))?;
         let log_path = directory.join("knot.log");
-        let log = fs::File::create(&log_path)?;
+        let log_file = fs::File::create(&log_path)?;
         let mut command = Command::new(KNOTD_PATH);
-        command.arg("-c").arg(&configuration).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
+        command.arg("-c").arg(&configuration_path).stdin(Stdio::null()).stdout(log_file.try_clone()?).stderr(log_file);
         let process = self.spawn(self.server(number)?, command).context("knotd (Debian package knot)")?;
-        let mut knot = Knot { process };
-        let end = Instant::now() + *TIMEOUT;
+        let mut knot_server = KnotServer { process };
+        let deadline = Instant::now() + *TIMEOUT;
         let server = self.server(number)?;
-        while !server.within(|| Ok(answers(PLAIN_QUERY)? && answers(SIGNED_QUERY)?)).unwrap_or(false) {
-            let ended = knot.process.try_wait()?;
-            if ended.is_some() || Instant::now() > end {
-                let log = fs::read_to_string(&log_path).unwrap_or_default();
-                bail!("knotd does not answer ({ended:?}):\n{}", log.trim());
+        while !server
+            .run_within(|| Ok(is_query_answered(PLAIN_QUERY)? && is_query_answered(SIGNED_QUERY)?))
+            .unwrap_or(false)
+        {
+            let exit_status = knot_server.process.try_wait()?;
+            if exit_status.is_some() || Instant::now() > deadline {
+                let log_text = fs::read_to_string(&log_path).unwrap_or_default();
+                bail!("knotd does not answer ({exit_status:?}):\n{}", log_text.trim());
             }
             std::thread::sleep(Duration::from_millis(50));
         }
-        Ok(knot)
+        Ok(knot_server)
     }
 }
 
 /// Sends a DNS query to the server in this namespace. Returns whether it answers without error.
-fn answers(query: &str) -> anyhow::Result<bool> {
+fn is_query_answered(query: &str) -> anyhow::Result<bool> {
     let socket = UdpSocket::bind("0.0.0.0:0")?;
     socket.connect(DNS_SERVICE_ADDRESS)?;
     socket.set_read_timeout(Some(Duration::from_millis(500)))?;

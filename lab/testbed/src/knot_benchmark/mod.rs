@@ -16,14 +16,14 @@ use crate::{instance, interrupt};
 use knot::{DNS_SERVICE_ADDRESS, PLAIN_QUERY, SIGNED_QUERY};
 
 /// Name in [`KnotBenchmarkArgs::policies`] of the kernel's own selection of a worker.
-const KERNEL: &str = "kernel";
+const KERNEL_POLICY_NAME: &str = "kernel";
 
 /// Options of `coreward-lab testbed knot-benchmark`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct KnotBenchmarkArgs {
     /// Policies that select the worker: kernel (no dispatch), random, rr, jsq
     #[arg(long, value_name = "POLICY,...", value_delimiter = ',', default_value = "kernel,rr,jsq",
-        value_parser = [KERNEL, "random", "rr", "jsq"])]
+        value_parser = [KERNEL_POLICY_NAME, "random", "rr", "jsq"])]
     pub policies: Vec<String>,
     /// Number of UDP workers of knotd
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
@@ -94,40 +94,41 @@ pub struct Comparison {
 
 /// Runs the benchmark and prints its results.
 pub fn main(args: &KnotBenchmarkArgs) -> anyhow::Result<()> {
-    interrupt::catch()?;
-    print!("{}", compare(args)?.render(args.format));
+    interrupt::catch_signals()?;
+    print!("{}", compare_policies(args)?.render(args.format));
     Ok(())
 }
 
 /// Runs knotd on a server of a new testbed, and measures every policy in turn. Fails without root or knotd, when a
 /// process does not start, when an answer has an error, or when the machine is too busy.
-pub fn compare(args: &KnotBenchmarkArgs) -> anyhow::Result<Comparison> {
+pub fn compare_policies(args: &KnotBenchmarkArgs) -> anyhow::Result<Comparison> {
     if let Some(missing) = missing_privilege() {
         anyhow::bail!(missing);
     }
     raise_socket_limit()?;
     let testbed = Testbed::create_direct(&instance::unique_name("stockserver")?)?;
-    let _knot = testbed.start_knot(1, args.workers)?;
-    let mut reports: Vec<Vec<Report>> = vec![Vec::new(); args.policies.len()];
+    let _knot_server = testbed.start_knot(1, args.workers)?;
+    let mut reports_by_policy: Vec<Vec<Report>> = vec![Vec::new(); args.policies.len()];
     for seed in 1..=args.runs {
-        for (policy, reports) in args.policies.iter().zip(&mut reports) {
-            reports.push(run(&testbed, policy, args, seed)?);
+        for (policy, reports) in args.policies.iter().zip(&mut reports_by_policy) {
+            reports.push(measure_policy(&testbed, policy, args, seed)?);
         }
     }
-    let policies = args.policies.iter().zip(&reports).map(|(policy, reports)| PolicyMeasurement::new(policy, reports));
-    let policies = policies.collect::<anyhow::Result<_>>()?;
-    Ok(Comparison { workers: args.workers, rate: args.rate, signed: args.signed, policies })
+    let policy_measurements =
+        args.policies.iter().zip(&reports_by_policy).map(|(policy, reports)| PolicyMeasurement::new(policy, reports));
+    let policy_measurements = policy_measurements.collect::<anyhow::Result<_>>()?;
+    Ok(Comparison { workers: args.workers, rate: args.rate, signed: args.signed, policies: policy_measurements })
 }
 
 /// Returns the dispatch configuration of the DNS service. The id of a DNS message matches the answer with its query.
-fn service(policy: &str) -> String {
+fn dns_service_config(policy: &str) -> String {
     format!("listen = \"{DNS_SERVICE_ADDRESS}\"\npolicy = \"{policy}\"\nrequest_id = {{ offset = 0, bytes = 2 }}\n")
 }
 
-fn run(testbed: &Testbed, policy: &str, args: &KnotBenchmarkArgs, seed: u64) -> anyhow::Result<Report> {
+fn measure_policy(testbed: &Testbed, policy: &str, args: &KnotBenchmarkArgs, seed: u64) -> anyhow::Result<Report> {
     let dispatcher = match policy {
-        KERNEL => None,
-        policy => Some(Dispatcher::start(testbed, 1, &service(policy), args.workers)?),
+        KERNEL_POLICY_NAME => None,
+        policy => Some(Dispatcher::start(testbed, 1, &dns_service_config(policy), args.workers)?),
     };
     let options = [
         ("--transport", "dns".to_owned()),
@@ -137,9 +138,12 @@ fn run(testbed: &Testbed, policy: &str, args: &KnotBenchmarkArgs, seed: u64) -> 
     let report = measure_undisturbed(testbed, DNS_SERVICE_ADDRESS, args.rate, args.seconds, seed, &options)?;
     ensure!(report.errors.failed == 0, "knotd answered {} queries with an error", report.errors.failed);
     if let Some(dispatcher) = dispatcher {
-        let dispatched = dispatcher.dispatched_count()?;
-        let sent = report.requests;
-        ensure!(dispatched >= sent, "{policy}: {dispatched} of {sent} queries were dispatched by coreward dispatch");
+        let dispatched_queries = dispatcher.query_dispatched_count()?;
+        let sent_queries = report.requests;
+        ensure!(
+            dispatched_queries >= sent_queries,
+            "{policy}: {dispatched_queries} of {sent_queries} queries were dispatched by coreward dispatch"
+        );
         dispatcher.stop()?;
     }
     Ok(report)
@@ -147,17 +151,17 @@ fn run(testbed: &Testbed, policy: &str, args: &KnotBenchmarkArgs, seed: u64) -> 
 
 impl PolicyMeasurement {
     fn new(policy: &str, reports: &[Report]) -> anyhow::Result<Self> {
-        let spread = |of: &dyn Fn(&Report) -> Option<f64>| {
+        let summarize_runs = |of: &dyn Fn(&Report) -> Option<f64>| {
             let values: Vec<f64> = reports.iter().filter_map(of).collect();
             ensure!(values.len() == reports.len(), "{policy}: queries of one kind were not answered");
-            SeedSummary::of(&values).ok_or_else(|| anyhow::anyhow!("no run"))
+            SeedSummary::from_values(&values).ok_or_else(|| anyhow::anyhow!("no run"))
         };
         Ok(Self {
             policy: policy.to_owned(),
-            answered_rps: spread(&|report| Some(report.completed_rps))?,
-            plain_p50_us: spread(&|report| report.classes.first()?.latency_us.p50)?,
-            plain_p99_us: spread(&|report| report.classes.first()?.latency_us.p99)?,
-            signed_p99_us: spread(&|report| report.classes.last()?.latency_us.p99)?,
+            answered_rps: summarize_runs(&|report| Some(report.completed_rps))?,
+            plain_p50_us: summarize_runs(&|report| report.classes.first()?.latency_us.p50)?,
+            plain_p99_us: summarize_runs(&|report| report.classes.first()?.latency_us.p99)?,
+            signed_p99_us: summarize_runs(&|report| report.classes.last()?.latency_us.p99)?,
             lost: reports.iter().map(|report| report.lost).sum(),
         })
     }
@@ -169,12 +173,13 @@ impl Printable for Comparison {
     }
 
     fn rows(&self) -> Vec<Vec<String>> {
-        let row = |of: &PolicyMeasurement| {
-            let spreads = [&of.answered_rps, &of.plain_p50_us, &of.plain_p99_us, &of.signed_p99_us];
-            let spreads = spreads.map(|spread| format!("{:.0} ({:.0}-{:.0})", spread.median, spread.low, spread.high));
-            std::iter::once(of.policy.clone()).chain(spreads).chain([of.lost.to_string()]).collect()
+        let policy_row = |of: &PolicyMeasurement| {
+            let summaries = [&of.answered_rps, &of.plain_p50_us, &of.plain_p99_us, &of.signed_p99_us];
+            let summaries =
+                summaries.map(|spread| format!("{:.0} ({:.0}-{:.0})", spread.median, spread.low, spread.high));
+            std::iter::once(of.policy.clone()).chain(summaries).chain([of.lost.to_string()]).collect()
         };
-        self.policies.iter().map(row).collect()
+        self.policies.iter().map(policy_row).collect()
     }
 
     fn remarks(&self) -> Vec<String> {

@@ -6,22 +6,22 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
 use anyhow::Context as _;
-use coreward_load::key_value::{DATAGRAM_BYTES_MAX, Request};
+use coreward_load::key_value::{MAX_DATAGRAM_BYTES, Request};
 use coreward_load::request_type::RequestType;
 use coreward_runtime::worker::Runtime;
 
 use super::RETRY_INTERVAL;
 
 /// Number of the service that gets the batch.
-const SERVICE: u8 = 1;
+const BATCH_SERVICE: u8 = 1;
 /// Time without a response after which all outstanding units of work count as lost.
-const TIMEOUT: Duration = Duration::from_secs(1);
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Keeps `window` requests of service time `service_us` outstanding until `stop` is set. Starts again after an error,
 /// such as the end of the orchestrator.
 pub fn run_batch_client(memory: &Path, window: usize, service_us: u32, stop: &AtomicBool) {
     while !stop.load(Relaxed) {
-        if let Err(error) = try_feed(memory, window, service_us, stop) {
+        if let Err(error) = send_requests(memory, window, service_us, stop) {
             tracing::warn!(
                 event = "batch-failed",
                 error = format!("{error:#}"),
@@ -32,19 +32,20 @@ pub fn run_batch_client(memory: &Path, window: usize, service_us: u32, stop: &At
     }
 }
 
-fn try_feed(memory: &Path, window: usize, service_us: u32, stop: &AtomicBool) -> anyhow::Result<()> {
+fn send_requests(memory: &Path, window: usize, service_us: u32, stop: &AtomicBool) -> anyhow::Result<()> {
     let services = Runtime::connect(memory)?.services();
-    let entry = services.get(usize::from(SERVICE)).context("one service: expected a second one for the batch")?;
+    let batch_service =
+        services.get(usize::from(BATCH_SERVICE)).context("one service: expected a second one for the batch")?;
     let socket = UdpSocket::bind("0.0.0.0:0")?;
-    socket.set_read_timeout(Some(TIMEOUT))?;
-    let request_type = RequestType::work(SERVICE).expect("below 16");
-    let (mut unit, mut under_way, mut buffer) = (0, 0, [0; DATAGRAM_BYTES_MAX]);
+    socket.set_read_timeout(Some(RESPONSE_TIMEOUT))?;
+    let request_type = RequestType::work(BATCH_SERVICE).expect("below 16");
+    let (mut unit, mut under_way, mut buffer) = (0, 0, [0; MAX_DATAGRAM_BYTES]);
     let mut datagram = Vec::new();
     while !stop.load(Relaxed) {
         while under_way < window {
             let request = Request { request_type, id: unit, service_ns: service_us * 1000, key: b"", value: b"" };
             request.write(&mut datagram);
-            socket.send_to(&datagram, entry.address)?;
+            socket.send_to(&datagram, batch_service.address)?;
             (unit, under_way) = (unit.wrapping_add(1), under_way + 1);
         }
         under_way = if socket.recv(&mut buffer).is_ok() { under_way - 1 } else { 0 };

@@ -2,7 +2,7 @@
 
 use anyhow::{Context as _, anyhow};
 use coreward_sim::figure::axes::Metric;
-use coreward_sim::figure::live::{Progress, Sample};
+use coreward_sim::figure::live::{ProgressCallback, Sample};
 use coreward_sim::figure::scenario::{Panel, Scenario};
 
 use super::method::Method;
@@ -12,37 +12,38 @@ use crate::interrupt;
 use crate::stream::client::StreamWorkload;
 
 /// Interrupts the measurement that is running.
-pub fn interrupt() {
+pub fn interrupt_measurement() {
     interrupt::request();
 }
 
 /// Measures every series of `scenario` with every seed; the label of a series names a method. Fails when a label is not
 /// a method, a panel's metric is not supported, or a run fails.
-pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Vec<Sample>> {
+pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::Result<Vec<Sample>> {
     let methods: Vec<Method> = scenario
         .series
         .iter()
         .map(|series| Method::parse(series.label.get_ref()).map_err(|error| anyhow!(error)))
         .collect::<anyhow::Result<_>>()?;
-    let seeds = *scenario.seeds.get_ref();
-    let streams = StreamWorkload::default();
-    let of = methods.len() * seeds as usize * (streams.warm_up_seconds + streams.seconds) as usize;
-    let done = std::cell::Cell::new(0);
-    let tick = || {
-        done.set(done.get() + 1);
-        progress(done.get(), of);
+    let seed_count = *scenario.seeds.get_ref();
+    let stream_workload = StreamWorkload::default();
+    let of = methods.len() * seed_count as usize * (stream_workload.warm_up_seconds + stream_workload.seconds) as usize;
+    let elapsed_seconds = std::cell::Cell::new(0);
+    let report_progress = || {
+        elapsed_seconds.set(elapsed_seconds.get() + 1);
+        progress(elapsed_seconds.get(), of);
     };
     let mut samples = Vec::new();
     // Ordered by seed, so that disturbances of the machine affect all methods.
-    for seed in 1..=seeds {
+    for seed in 1..=seed_count {
         for method in &methods {
-            let run = PccRun::measure(*method, &StreamWorkload { seed, ..streams.clone() }, &tick)?;
-            eprintln!("{}", run.line());
+            let pcc_run =
+                PccRun::measure(*method, &StreamWorkload { seed, ..stream_workload.clone() }, &report_progress)?;
+            eprintln!("{}", pcc_run.line());
             for panel in &scenario.panel {
-                let shown = scenario.panel_series(panel).any(|series| series.label.get_ref() == method.name);
-                if shown {
-                    let values = values(panel, &run)?;
-                    samples.extend(values.into_iter().map(|(x, y)| sample(panel, &run, x, y)));
+                let is_in_panel = scenario.panel_series(panel).any(|series| series.label.get_ref() == method.name);
+                if is_in_panel {
+                    let points = points_of_panel(panel, &pcc_run)?;
+                    samples.extend(points.into_iter().map(|(x, y)| plot_sample(panel, &pcc_run, x, y)));
                 }
             }
         }
@@ -50,21 +51,29 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
     Ok(samples)
 }
 
-fn sample(panel: &Panel, run: &PccRun, x: f64, y: f64) -> Sample {
-    Sample { panel: panel.title.get_ref().clone(), series: run.method.to_owned(), x, run: run.seed, y }
+fn plot_sample(panel: &Panel, run: &PccRun, x: f64, y: f64) -> Sample {
+    Sample {
+        panel_title: panel.title.get_ref().clone(),
+        series_label: run.method.to_owned(),
+        x,
+        run_number: run.seed,
+        y,
+    }
 }
 
 /// Returns the points (x, y) that a panel shows of a run. The value of a second is at the end of that second.
-fn values(panel: &Panel, run: &PccRun) -> anyhow::Result<Vec<(f64, f64)>> {
-    let ends = (1..).map(f64::from);
+fn points_of_panel(panel: &Panel, run: &PccRun) -> anyhow::Result<Vec<(f64, f64)>> {
+    let ends_of_seconds = (1..).map(f64::from);
     let seconds = run.seconds.iter();
     match (*panel.measure.get_ref(), &panel.x) {
-        (Metric::BrokenPct, Some(_)) => Ok(ends.zip(seconds.map(|second| second.broken_pct())).collect()),
-        (Metric::BrokenPct, None) => Ok(vec![(0.0, run.total().broken_pct())]),
-        (Metric::CompletedPerSecond, Some(_)) => Ok(ends.zip(seconds.map(|second| second.completed as f64)).collect()),
-        (Metric::PoolServers, Some(_)) => {
-            Ok(ends.zip((0..).zip(seconds).map(|(second, _)| f64::from(timeline::servers_after(second)))).collect())
+        (Metric::BrokenPct, Some(_)) => Ok(ends_of_seconds.zip(seconds.map(|second| second.broken_pct())).collect()),
+        (Metric::BrokenPct, None) => Ok(vec![(0.0, run.sum_of_seconds().broken_pct())]),
+        (Metric::CompletedPerSecond, Some(_)) => {
+            Ok(ends_of_seconds.zip(seconds.map(|second| second.completed as f64)).collect())
         }
+        (Metric::PoolServers, Some(_)) => Ok(ends_of_seconds
+            .zip((0..).zip(seconds).map(|(second, _)| f64::from(timeline::server_count_after(second))))
+            .collect()),
         (other, _) => Err(anyhow!("{other:?} is not measured")).context(panel.title.get_ref().clone()),
     }
 }

@@ -15,7 +15,7 @@ pub struct Method {
 
 /// Methods to compare. The paper has AWRR under Cheetah. A connection table is as good as its fallback, and the best
 /// fallback of other systems is a consistent hash (Maglev, NSDI'16, Sect. 3.3).
-pub const METHODS: [Method; 6] = [
+pub const COMPARED_METHODS: [Method; 6] = [
     Method { name: "stateless", consistency: Consistency::Stateless, policy: "awrr" },
     Method { name: "stateful", consistency: Consistency::Stateful, policy: "awrr" },
     Method { name: "hash", consistency: Consistency::None, policy: "hash" },
@@ -27,9 +27,9 @@ pub const METHODS: [Method; 6] = [
 impl Method {
     /// Returns the method of a name. Fails when it does not exist; the error lists the known names.
     pub fn parse(name: &str) -> Result<Self, String> {
-        let names = || METHODS.map(|method| method.name).join(", ");
-        let found = METHODS.into_iter().find(|method| method.name == name);
-        found.ok_or_else(|| format!("no method {name:?}: expected one of {}", names()))
+        let method_names = || COMPARED_METHODS.map(|method| method.name).join(", ");
+        let found_method = COMPARED_METHODS.into_iter().find(|method| method.name == name);
+        found_method.ok_or_else(|| format!("no method {name:?}: expected one of {}", method_names()))
     }
 }
 
@@ -38,8 +38,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_round_trip_and_others_are_rejected() {
-        for method in METHODS {
+    fn method_names_are_parsed_and_others_are_rejected() {
+        for method in COMPARED_METHODS {
             assert_eq!(Method::parse(method.name), Ok(method));
         }
         let error = Method::parse("maglev").unwrap_err();

@@ -32,8 +32,8 @@ pub struct PccArgs {
 /// Runs one method and prints its results by second as JSON. Fails without root, when a process does not start, or when
 /// interrupted; removes the testbed in any case.
 pub fn main(args: &PccArgs) -> anyhow::Result<()> {
-    interrupt::catch()?;
-    let run = PccRun::measure(args.method, &args.streams, &|| ())?;
-    println!("{}", serde_json::to_string_pretty(&run)?);
+    interrupt::catch_signals()?;
+    let pcc_run = PccRun::measure(args.method, &args.streams, &|| ())?;
+    println!("{}", serde_json::to_string_pretty(&pcc_run)?);
     Ok(())
 }

@@ -7,14 +7,14 @@ use anyhow::Context as _;
 use serde::Serialize;
 
 use super::method::Method;
-use super::timeline::{self, Change};
+use super::timeline::{self, FleetChange};
 use crate::connection_errors::BrokenConnections;
 use crate::demo::host_cpu::CpuMeter;
 use crate::fleet::{AdminState, Fleet, FleetOptions, LoadSource};
 use crate::load::Latency;
 use crate::process::TIMEOUT;
 use crate::stream::client::{StreamSecond, StreamWorkload};
-use crate::stream::server::StreamServers;
+use crate::stream::server::StreamServerProcess;
 use crate::topology::{Testbed, TestbedOptions, missing_privilege};
 use crate::{instance, interrupt};
 use coreward_load::event_loop::now_ns;
@@ -58,23 +58,23 @@ impl PccRun {
             anyhow::bail!(missing);
         }
         let mut env = TestEnv::start(method, streams.seed)?;
-        let mut machine = CpuMeter::new()?;
-        let warm_up = u64::from(streams.warm_up_seconds);
+        let mut cpu_meter = CpuMeter::new()?;
+        let warm_up_seconds = u64::from(streams.warm_up_seconds);
         let start_ns = now_ns() + START_DELAY.as_nanos() as u64;
-        let client = env.testbed.start_stream_client(streams, Some(start_ns))?;
-        machine.start()?;
-        let mut changes = timeline::CHANGES_BY_HALF_SECOND.iter().peekable();
-        for half in 0..2 * (warm_up + u64::from(streams.seconds)) {
+        let stream_client = env.testbed.start_stream_client(streams, Some(start_ns))?;
+        cpu_meter.start()?;
+        let mut pending_changes = timeline::CHANGES_BY_HALF_SECOND.iter().peekable();
+        for half in 0..2 * (warm_up_seconds + u64::from(streams.seconds)) {
             interrupt::sleep_until(start_ns + half * 500_000_000)?;
-            while let Some((_, due)) = changes.next_if(|(at, _)| at + 2 * warm_up == half) {
-                env.change(due)?;
+            while let Some((_, due)) = pending_changes.next_if(|(at, _)| at + 2 * warm_up_seconds == half) {
+                env.apply_changes(due)?;
             }
             if half % 2 == 0 {
                 tick();
             }
         }
-        let report = client.finish(*TIMEOUT)?;
-        machine.stop()?;
+        let report = stream_client.wait_and_report(*TIMEOUT)?;
+        cpu_meter.stop()?;
         let lateness_us = report.lateness_us;
         if lateness_us.p99 > LATENESS_MAX_US {
             tracing::warn!(
@@ -85,24 +85,24 @@ impl PccRun {
             );
         }
         let status = env.fleet.status(&env.testbed)?;
-        let balancers = status["load_balancers"].as_array().into_iter().flatten();
+        let load_balancers = status["load_balancers"].as_array().into_iter().flatten();
         let servers = status["servers"].as_array().into_iter().flatten();
         let (before, seconds) = report.seconds.split_at(streams.warm_up_seconds as usize);
         Ok(Self {
             method: method.name,
             seed: streams.seed,
             seconds: seconds.to_vec(),
-            warm_up: StreamSecond::total(before),
+            warm_up: StreamSecond::sum(before),
             open_at_end: report.open_at_end,
             lateness_us,
-            machine_busy_pct: machine.busy_pct(),
-            load_balancers: sum_counters(balancers.map(|balancer| &balancer["state"]["counters"])),
+            machine_busy_pct: cpu_meter.busy_pct(),
+            load_balancers: sum_counters(load_balancers.map(|balancer| &balancer["state"]["counters"])),
             servers: sum_counters(servers.map(|server| &server["counters"])),
         })
     }
 
-    pub fn total(&self) -> StreamSecond {
-        StreamSecond::total(&self.seconds)
+    pub fn sum_of_seconds(&self) -> StreamSecond {
+        StreamSecond::sum(&self.seconds)
     }
 
     /// Returns the highest percentage of connections that broke in one second.
@@ -111,8 +111,8 @@ impl PccRun {
     }
 
     pub fn line(&self) -> String {
-        let total = self.total();
-        let BrokenConnections { refused, reset, timed_out, closed_early, wrong_answer, other } = total.broken;
+        let sums = self.sum_of_seconds();
+        let BrokenConnections { refused, reset, timed_out, closed_early, wrong_answer, other } = sums.broken;
         format!(
             "{} (seed {}): {} completed, {} broken ({:.3} %, at most {:.2} % in a second): {reset} reset, {refused} \
              refused, \
@@ -121,9 +121,9 @@ impl PccRun {
              {} us (p99), machine {:.0} % busy",
             self.method,
             self.seed,
-            total.completed,
-            total.broken.total(),
-            total.broken_pct(),
+            sums.completed,
+            sums.broken.total_count(),
+            sums.broken_pct(),
             self.highest_broken_pct(),
             self.lateness_us.p99,
             self.machine_busy_pct,
@@ -134,11 +134,11 @@ impl PccRun {
 /// Testbed with all processes of a run. The fields are dropped in this order, the testbed last.
 struct TestEnv {
     fleet: Fleet,
-    _servers: StreamServers,
+    _stream_servers: StreamServerProcess,
     seed: u64,
-    next_server: u16,
+    next_server_number: u16,
     /// Number of servers that have left the pool.
-    removed_servers: u64,
+    left_server_count: u64,
     testbed: Testbed,
 }
 
@@ -146,15 +146,15 @@ impl TestEnv {
     fn start(method: Method, seed: u64) -> anyhow::Result<Self> {
         let testbed = Testbed::create(TestbedOptions {
             instance: instance::unique_name("pcc")?,
-            servers: timeline::SERVER_COUNT + timeline::count(Change::AddServer),
+            servers: timeline::SERVER_COUNT + timeline::count(FleetChange::AddServer),
             cores: 1,
             has_rings: true,
-            load_balancers: timeline::LOAD_BALANCER_COUNT,
+            load_balancers: timeline::INITIAL_LOAD_BALANCER_COUNT,
             client_addresses: CLIENT_ADDRESS_COUNT,
             seed,
             ..TestbedOptions::default()
         })?;
-        let servers = testbed.start_stream_servers()?;
+        let stream_servers = testbed.start_stream_servers()?;
         let options = FleetOptions {
             policy: method.policy.to_owned(),
             consistency: method.consistency,
@@ -165,40 +165,41 @@ impl TestEnv {
             ..FleetOptions::default()
         };
         let mut fleet = Fleet::start(&testbed, options).with_context(|| format!("method {}", method.name))?;
-        let mut pool = fleet.pool().clone();
-        let next_server = timeline::SERVER_COUNT + 1;
-        pool.retain(|number, _| *number < next_server);
+        let mut pool = fleet.server_pool().clone();
+        let next_server_number = timeline::SERVER_COUNT + 1;
+        pool.retain(|number, _| *number < next_server_number);
         fleet.set_pool(&testbed, pool)?;
         fleet.wait_until_ready(&testbed)?;
-        Ok(Self { fleet, _servers: servers, seed, next_server, removed_servers: 0, testbed })
+        Ok(Self { fleet, _stream_servers: stream_servers, seed, next_server_number, left_server_count: 0, testbed })
     }
 
     /// Applies the changes that are due at one time, by one new controller file.
-    fn change(&mut self, changes: &[Change]) -> anyhow::Result<()> {
-        let mut pool = self.fleet.pool().clone();
+    fn apply_changes(&mut self, changes: &[FleetChange]) -> anyhow::Result<()> {
+        let mut pool = self.fleet.server_pool().clone();
         for change in changes {
             match change {
-                Change::AddServer => {
-                    pool.insert(self.next_server, AdminState::Active);
-                    self.next_server += 1;
+                FleetChange::AddServer => {
+                    pool.insert(self.next_server_number, AdminState::Active);
+                    self.next_server_number += 1;
                 }
-                Change::DrainServer => drop(pool.insert(self.leaving_server(&pool), AdminState::Draining)),
-                Change::RemoveServer => drop(pool.remove(&self.leaving_server(&pool))),
-                Change::AddLoadBalancer => drop(self.fleet.add_load_balancer(&mut self.testbed)?),
-                Change::KillLoadBalancer => {
-                    let first = *self.testbed.load_balancer_numbers().first().context("no load balancer is left")?;
-                    self.fleet.kill_load_balancer(&mut self.testbed, first, FAILURE_DETECTION_TIME)?;
+                FleetChange::DrainServer => drop(pool.insert(self.next_leaving_server(&pool), AdminState::Draining)),
+                FleetChange::RemoveServer => drop(pool.remove(&self.next_leaving_server(&pool))),
+                FleetChange::AddLoadBalancer => drop(self.fleet.add_load_balancer(&mut self.testbed)?),
+                FleetChange::KillLoadBalancer => {
+                    let first_load_balancer =
+                        *self.testbed.load_balancer_numbers().first().context("no load balancer is left")?;
+                    self.fleet.kill_load_balancer(&mut self.testbed, first_load_balancer, FAILURE_DETECTION_TIME)?;
                 }
             }
         }
-        if pool == *self.fleet.pool() { Ok(()) } else { self.fleet.set_pool(&self.testbed, pool) }
+        if pool == *self.fleet.server_pool() { Ok(()) } else { self.fleet.set_pool(&self.testbed, pool) }
     }
 
-    fn leaving_server(&mut self, pool: &BTreeMap<u16, AdminState>) -> u16 {
-        let active = pool.iter().filter(|(_, standing)| **standing == AdminState::Active);
-        let active: Vec<u16> = active.map(|(number, _)| *number).collect();
-        self.removed_servers += 1;
-        timeline::leaving_server(&active, self.seed, self.removed_servers)
+    fn next_leaving_server(&mut self, pool: &BTreeMap<u16, AdminState>) -> u16 {
+        let active_servers = pool.iter().filter(|(_, standing)| **standing == AdminState::Active);
+        let active_servers: Vec<u16> = active_servers.map(|(number, _)| *number).collect();
+        self.left_server_count += 1;
+        timeline::leaving_server(&active_servers, self.seed, self.left_server_count)
     }
 }
 

@@ -3,15 +3,15 @@
 use coreward_model::rss::{seeded_rng, uniform_below};
 
 /// Random number stream of [`seeded_rng`] for the selection of leaving servers.
-const RNG_STREAM_REMOVED_SERVERS: u64 = 6;
+const RNG_STREAM_LEAVING_SERVERS: u64 = 6;
 
 /// Number of servers in the pool at the start.
 pub const SERVER_COUNT: u16 = 24;
-pub const LOAD_BALANCER_COUNT: u16 = 2;
+pub const INITIAL_LOAD_BALANCER_COUNT: u16 = 2;
 
 /// Change of the server pool or of the load balancers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Change {
+pub enum FleetChange {
     /// A server that was not in the pool before joins it.
     AddServer,
     /// A server is drained: it takes no new connections.
@@ -27,39 +27,39 @@ pub enum Change {
 /// The times of the servers follow the published counts of servers (`dynamic/BeamerNBSRV.csv` of
 /// github.com/cheetahlb/experiments), by which 6 servers joined. In the text (Sect. 5.3) 7 join; the seventh joins here
 /// with the sixth. Changes of load balancers are additional: the paper claims the same for them without an experiment.
-pub const CHANGES_BY_HALF_SECOND: [(u64, &[Change]); 11] = [
-    (9, &[Change::AddServer]),
-    (11, &[Change::AddServer; 2]),
-    (13, &[Change::AddServer; 2]),
-    (19, &[Change::AddLoadBalancer]),
-    (25, &[Change::AddServer; 2]),
-    (31, &[Change::DrainServer, Change::RemoveServer]),
-    (39, &[Change::DrainServer]),
-    (41, &[Change::RemoveServer]),
-    (43, &[Change::DrainServer, Change::RemoveServer, Change::DrainServer]),
-    (45, &[Change::RemoveServer]),
-    (61, &[Change::KillLoadBalancer]),
+pub const CHANGES_BY_HALF_SECOND: [(u64, &[FleetChange]); 11] = [
+    (9, &[FleetChange::AddServer]),
+    (11, &[FleetChange::AddServer; 2]),
+    (13, &[FleetChange::AddServer; 2]),
+    (19, &[FleetChange::AddLoadBalancer]),
+    (25, &[FleetChange::AddServer; 2]),
+    (31, &[FleetChange::DrainServer, FleetChange::RemoveServer]),
+    (39, &[FleetChange::DrainServer]),
+    (41, &[FleetChange::RemoveServer]),
+    (43, &[FleetChange::DrainServer, FleetChange::RemoveServer, FleetChange::DrainServer]),
+    (45, &[FleetChange::RemoveServer]),
+    (61, &[FleetChange::KillLoadBalancer]),
 ];
 
 /// Returns how often a change occurs in the whole run.
-pub fn count(change: Change) -> u16 {
+pub fn count(change: FleetChange) -> u16 {
     CHANGES_BY_HALF_SECOND.iter().flat_map(|(_, changes)| *changes).filter(|other| **other == change).count() as u16
 }
 
 /// Returns the number of servers in the pool at the end of second `second`, counted from 0.
-pub fn servers_after(second: u64) -> u16 {
-    let before =
+pub fn server_count_after(second: u64) -> u16 {
+    let changes_before =
         CHANGES_BY_HALF_SECOND.iter().filter(|(half, _)| *half <= 2 * second + 1).flat_map(|(_, changes)| *changes);
-    before.fold(SERVER_COUNT, |servers, change| match change {
-        Change::AddServer => servers + 1,
-        Change::DrainServer | Change::RemoveServer => servers - 1,
-        Change::AddLoadBalancer | Change::KillLoadBalancer => servers,
+    changes_before.fold(SERVER_COUNT, |servers, change| match change {
+        FleetChange::AddServer => servers + 1,
+        FleetChange::DrainServer | FleetChange::RemoveServer => servers - 1,
+        FleetChange::AddLoadBalancer | FleetChange::KillLoadBalancer => servers,
     })
 }
 
 /// Returns the server of `pool` that leaves at leave number `turn`, which is the same under every method.
 pub fn leaving_server(pool: &[u16], seed: u64, turn: u64) -> u16 {
-    let mut rng = seeded_rng(seed << 8 | turn, RNG_STREAM_REMOVED_SERVERS);
+    let mut rng = seeded_rng(seed << 8 | turn, RNG_STREAM_LEAVING_SERVERS);
     pool[uniform_below(&mut rng, pool.len() as u32) as usize]
 }
 
@@ -69,9 +69,9 @@ mod tests {
 
     #[test]
     fn seven_servers_join_and_eight_leave() {
-        let gone = count(Change::DrainServer) + count(Change::RemoveServer);
-        assert_eq!((count(Change::AddServer), gone), (7, 8));
-        assert_eq!([0, 4, 5, 6, 12, 15, 22, 44].map(servers_after), [24, 25, 27, 29, 31, 29, 23, 23]);
+        let left_servers = count(FleetChange::DrainServer) + count(FleetChange::RemoveServer);
+        assert_eq!((count(FleetChange::AddServer), left_servers), (7, 8));
+        assert_eq!([0, 4, 5, 6, 12, 15, 22, 44].map(server_count_after), [24, 25, 27, 29, 31, 29, 23, 23]);
         assert!(CHANGES_BY_HALF_SECOND.is_sorted_by_key(|(half, _)| *half));
     }
 }

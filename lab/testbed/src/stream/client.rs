@@ -17,34 +17,34 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use coreward_sim::pcc::{Arrivals, ConnectionSource, Mix, RateWave};
+use coreward_sim::pcc::{ArrivalProcess, ConnectionMix, ConnectionSource, RateWave};
 use hdrhistogram::Histogram;
 use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
 use socket2::{Domain, Socket, Type};
 use zerocopy::IntoBytes as _;
 
-use super::{REQUEST_BYTES, Request, content, raise_file_limit};
-use crate::connection_errors::{BrokenConnections, ConnectionFailure, LOSS_TIMEOUT_NS};
+use super::{REQUEST_BYTES, StreamRequest, content_byte, raise_open_file_limit};
+use crate::connection_errors::{BrokenConnections, ConnectionFailure, DATA_TIMEOUT_NS};
 use crate::fleet::lab_command;
 use crate::interrupt;
 use crate::load::{Latency, new_histogram, nth_address};
 use crate::process::Process;
 use crate::topology::Testbed;
-use coreward_load::event_loop::{Epoll, Event, now_ns};
+use coreward_load::event_loop::{Epoll, ReadyEvent, now_ns};
 
-const SECOND_NS: u64 = 1_000_000_000;
+const NS_PER_SECOND: u64 = 1_000_000_000;
 /// Lateness of bytes at the end of a run (ns) above which the run continues until the connection recovers or breaks.
-const FINAL_WAIT_NS: u64 = SECOND_NS / 2;
+const DOUBTFUL_LATENESS_NS: u64 = NS_PER_SECOND / 2;
 /// Interval between searches for timed-out connections (ns).
-const SWEEP_INTERVAL_NS: u64 = SECOND_NS / 4;
+const TIMEOUT_CHECK_INTERVAL_NS: u64 = NS_PER_SECOND / 4;
 /// First source port of each client address, above the well-known ports.
-const FIRST_PORT: u16 = 10_000;
-const PORT_COUNT: u64 = 50_000;
+const FIRST_SOURCE_PORT: u16 = 10_000;
+const SOURCE_PORTS_PER_ADDRESS: u64 = 50_000;
 /// Difference between the source ports of consecutive connections, coprime to the number of ports.
-const PORT_STEP: u64 = 7_919;
+const SOURCE_PORT_STEP: u64 = 7_919;
 /// Duration of an endless run (s), for which two addresses have enough ports at 150 connections per second.
-const ENDLESS_SECONDS: u32 = 600;
+const ENDLESS_RUN_SECONDS: u32 = 600;
 
 /// Options of `coreward-lab testbed stream-client`.
 #[derive(Debug, Clone, clap::Args)]
@@ -108,7 +108,7 @@ impl StreamWorkload {
 
     /// Returns a workload with a constant rate that lasts until [`StreamClient::end`].
     pub fn endless(per_second: f64) -> Self {
-        Self::steady(per_second, ENDLESS_SECONDS)
+        Self::steady(per_second, ENDLESS_RUN_SECONDS)
     }
 }
 
@@ -124,8 +124,8 @@ pub struct StreamReport {
 }
 
 impl StreamReport {
-    pub fn total(&self) -> StreamSecond {
-        StreamSecond::total(&self.seconds)
+    pub fn sum_of_seconds(&self) -> StreamSecond {
+        StreamSecond::sum(&self.seconds)
     }
 }
 
@@ -141,181 +141,199 @@ pub struct StreamSecond {
 }
 
 impl StreamSecond {
-    pub fn total(seconds: &[Self]) -> Self {
-        let mut total = Self::default();
+    pub fn sum(seconds: &[Self]) -> Self {
+        let mut sums = Self::default();
         for second in seconds {
-            total.opened += second.opened;
-            total.completed += second.completed;
-            total.broken += second.broken;
+            sums.opened += second.opened;
+            sums.completed += second.completed;
+            sums.broken += second.broken;
         }
-        total
+        sums
     }
 
     /// Returns the number of broken connections in percent of the completed ones (Cheetah, NSDI'20, Fig. 9).
     pub fn broken_pct(&self) -> f64 {
-        100.0 * self.broken.total() as f64 / self.completed.max(1) as f64
+        100.0 * self.broken.total_count() as f64 / self.completed.max(1) as f64
     }
 }
 
 /// Runs the client and prints the report as one line of JSON. SIGTERM and SIGINT end the client early. Fails when the
 /// client lacks an address, or when its addresses have too few ports for the run.
 pub fn run(args: &StreamClientArgs) -> anyhow::Result<()> {
-    raise_file_limit()?;
-    interrupt::catch()?;
-    let mut client = Client::new(args)?;
-    while client.process_due_events()? {
+    raise_open_file_limit()?;
+    interrupt::catch_signals()?;
+    let mut stream_loop = ClientEventLoop::new(args)?;
+    while stream_loop.process_due_events()? {
         if interrupt::ensure_not_interrupted().is_err() {
-            client.end_after_second(now_ns());
+            stream_loop.end_after_second(now_ns());
         }
     }
-    println!("{}", serde_json::to_string(&client.into_report())?);
+    println!("{}", serde_json::to_string(&stream_loop.into_report())?);
     Ok(())
 }
 
-struct Connection {
+struct StreamConnection {
     stream: TcpStream,
-    request: Request,
+    request: StreamRequest,
     /// Index of the request's kind in the mix, which starts again after its end.
-    kind: u8,
+    mix_index: u8,
     opened_ns: u64,
     is_connected: bool,
-    received: u64,
+    received_bytes: u64,
 }
 
-impl Connection {
+impl StreamConnection {
     /// Returns the time at which the next byte of the response is due (ns).
-    fn due_ns(&self) -> u64 {
-        let next = self.received / super::PACKET_BYTES as u64;
-        self.opened_ns + self.request.due_ns(next as u32)
+    fn next_byte_due_ns(&self) -> u64 {
+        let next_packet_index = self.received_bytes / super::PACKET_BYTES as u64;
+        self.opened_ns + self.request.packet_due_ns(next_packet_index as u32)
     }
 }
 
-struct Client<'a> {
+struct ClientEventLoop<'a> {
     args: &'a StreamClientArgs,
-    source: ConnectionSource,
-    mix: Mix,
+    connection_source: ConnectionSource,
+    request_mix: ConnectionMix,
     start_ns: u64,
     epoll: Epoll,
-    connections: HashMap<u64, Connection>,
+    connections: HashMap<u64, StreamConnection>,
     next_connection_id: u64,
-    next_sweep_ns: u64,
-    lateness: Histogram<u64>,
-    report: StreamReport,
+    next_timeout_check_ns: u64,
+    lateness_histogram: Histogram<u64>,
+    stream_report: StreamReport,
 }
 
-impl<'a> Client<'a> {
+impl<'a> ClientEventLoop<'a> {
     fn new(args: &'a StreamClientArgs) -> anyhow::Result<Self> {
-        let streams = &args.streams;
-        let (mix, warm_up_ns) = (Mix::web_server(), u64::from(streams.warm_up_seconds) * SECOND_NS);
-        let per_second =
-            RateWave { base_per_s: streams.low, peak_per_s: streams.high, duration_s: streams.wave_seconds.into() };
-        let arrivals = Arrivals::ClosedLoop { clients: streams.clients, per_second };
-        let seconds = streams.warm_up_seconds + streams.seconds;
+        let stream_workload = &args.streams;
+        let (mix, warm_up_ns) =
+            (ConnectionMix::web_server(), u64::from(stream_workload.warm_up_seconds) * NS_PER_SECOND);
+        let requests_per_second = RateWave {
+            base_per_s: stream_workload.low,
+            peak_per_s: stream_workload.high,
+            duration_s: stream_workload.wave_seconds.into(),
+        };
+        let arrivals =
+            ArrivalProcess::ClosedLoop { clients: stream_workload.clients, request_rate: requests_per_second };
+        let total_seconds = stream_workload.warm_up_seconds + stream_workload.seconds;
         let start_ns = args.start_at.unwrap_or_else(now_ns);
         Ok(Self {
             args,
-            source: ConnectionSource::new(arrivals, &mix, warm_up_ns, streams.seed),
-            mix,
+            connection_source: ConnectionSource::new(arrivals, &mix, warm_up_ns, stream_workload.seed),
+            request_mix: mix,
             start_ns,
             epoll: Epoll::new()?,
             connections: HashMap::new(),
             next_connection_id: 0,
-            next_sweep_ns: start_ns,
-            lateness: new_histogram()?,
-            report: StreamReport { seconds: vec![StreamSecond::default(); seconds as usize], ..Default::default() },
+            next_timeout_check_ns: start_ns,
+            lateness_histogram: new_histogram()?,
+            stream_report: StreamReport {
+                seconds: vec![StreamSecond::default(); total_seconds as usize],
+                ..Default::default()
+            },
         })
     }
 
-    fn end_ns(&self) -> u64 {
-        self.start_ns + self.report.seconds.len() as u64 * SECOND_NS
+    fn run_end_ns(&self) -> u64 {
+        self.start_ns + self.stream_report.seconds.len() as u64 * NS_PER_SECOND
     }
 
     /// Makes the current second the last one of the run.
     fn end_after_second(&mut self, now_ns: u64) {
-        let under_way = now_ns.saturating_sub(self.start_ns) / SECOND_NS;
-        self.report.seconds.truncate(under_way as usize + 1);
+        let current_second = now_ns.saturating_sub(self.start_ns) / NS_PER_SECOND;
+        self.stream_report.seconds.truncate(current_second as usize + 1);
     }
 
-    fn second(&mut self, now_ns: u64) -> &mut StreamSecond {
-        let last = self.report.seconds.len() - 1;
-        let second = (now_ns.saturating_sub(self.start_ns) / SECOND_NS) as usize;
-        &mut self.report.seconds[second.min(last)]
+    fn results_of_second_at(&mut self, now_ns: u64) -> &mut StreamSecond {
+        let last_index = self.stream_report.seconds.len() - 1;
+        let second_index = (now_ns.saturating_sub(self.start_ns) / NS_PER_SECOND) as usize;
+        &mut self.stream_report.seconds[second_index.min(last_index)]
     }
 
     /// Waits for the next event, and processes all events that are due. Returns false at the end of the run.
     fn process_due_events(&mut self) -> anyhow::Result<bool> {
-        let next_open_ns = self.next_open_ns().unwrap_or(u64::MAX);
-        let events: Vec<Event> = self.epoll.wait(Some(next_open_ns.min(self.next_sweep_ns)))?.collect();
+        let next_connection_ns = self.next_connection_due_ns().unwrap_or(u64::MAX);
+        let events: Vec<ReadyEvent> =
+            self.epoll.wait(Some(next_connection_ns.min(self.next_timeout_check_ns)))?.collect();
         for event in events {
-            if let Err(failure) = self.handle_event(event) {
-                self.fail(event.token, &failure);
+            if let Err(failure) = self.handle_socket_event(event) {
+                self.count_broken_connection(event.token, &failure);
             }
         }
         let now_ns = now_ns();
-        while let Some(due_ns) = self.next_open_ns().filter(|due_ns| *due_ns <= now_ns) {
-            if let Some((identity, kind)) = self.source.pop_connection() {
-                self.lateness.saturating_record((now_ns - due_ns) / 1_000);
-                self.open(identity as u32, kind, now_ns)?;
+        while let Some(due_ns) = self.next_connection_due_ns().filter(|due_ns| *due_ns <= now_ns) {
+            if let Some((identity, kind)) = self.connection_source.pop_connection() {
+                self.lateness_histogram.saturating_record((now_ns - due_ns) / 1_000);
+                self.open_connection(identity as u32, kind, now_ns)?;
             }
         }
-        if now_ns >= self.next_sweep_ns {
-            self.next_sweep_ns = now_ns + SWEEP_INTERVAL_NS;
+        if now_ns >= self.next_timeout_check_ns {
+            self.next_timeout_check_ns = now_ns + TIMEOUT_CHECK_INTERVAL_NS;
             self.fail_timed_out_connections(now_ns);
         }
         // Other connections may become late meanwhile; connections that were late at the end have then recovered or
         // broken.
-        let decided_ns = self.end_ns() + LOSS_TIMEOUT_NS + SWEEP_INTERVAL_NS;
-        let doubtful = |connection: &Connection| connection.due_ns() + FINAL_WAIT_NS < now_ns;
-        Ok(now_ns < self.end_ns() || (now_ns < decided_ns && self.connections.values().any(doubtful)))
+        let latest_end_ns = self.run_end_ns() + DATA_TIMEOUT_NS + TIMEOUT_CHECK_INTERVAL_NS;
+        let is_doubtful = |connection: &StreamConnection| connection.next_byte_due_ns() + DOUBTFUL_LATENESS_NS < now_ns;
+        Ok(now_ns < self.run_end_ns() || (now_ns < latest_end_ns && self.connections.values().any(is_doubtful)))
     }
 
     /// Returns the time at which the next connection is due (ns); `None` after the end of the run.
-    fn next_open_ns(&self) -> Option<u64> {
-        Some(self.start_ns + self.source.next()).filter(|due_ns| *due_ns < self.end_ns())
+    fn next_connection_due_ns(&self) -> Option<u64> {
+        Some(self.start_ns + self.connection_source.next()).filter(|due_ns| *due_ns < self.run_end_ns())
     }
 
     /// Returns the source address and port of connection `number`, which no other connection has.
-    fn address(&self, number: u64) -> anyhow::Result<SocketAddr> {
-        let address = number / PORT_COUNT;
+    fn source_address(&self, number: u64) -> anyhow::Result<SocketAddr> {
+        let address_index = number / SOURCE_PORTS_PER_ADDRESS;
         ensure!(
-            address < u64::from(self.args.addresses),
+            address_index < u64::from(self.args.addresses),
             "{number} connections: {} addresses are all in use",
             self.args.addresses
         );
-        let port = FIRST_PORT + (number * PORT_STEP % PORT_COUNT) as u16;
-        Ok(SocketAddr::new(nth_address(self.args.first_address, address as u16), port))
+        let source_port = FIRST_SOURCE_PORT + (number * SOURCE_PORT_STEP % SOURCE_PORTS_PER_ADDRESS) as u16;
+        Ok(SocketAddr::new(nth_address(self.args.first_address, address_index as u16), source_port))
     }
 
-    fn open(&mut self, seed: u32, kind: u8, now_ns: u64) -> anyhow::Result<()> {
-        let number = self.next_connection_id;
+    fn open_connection(&mut self, seed: u32, kind: u8, now_ns: u64) -> anyhow::Result<()> {
+        let connection_id = self.next_connection_id;
         self.next_connection_id += 1;
-        let address = self.address(number)?;
-        let socket = Socket::new(Domain::for_address(address), Type::STREAM, None)?;
+        let source_address = self.source_address(connection_id)?;
+        let socket = Socket::new(Domain::for_address(source_address), Type::STREAM, None)?;
         socket.set_nonblocking(true)?;
         socket.set_tcp_nodelay(true)?;
-        socket.bind(&address.into()).with_context(|| format!("cannot bind the source {address}"))?;
-        let outcome = socket.connect(&self.args.vip.into());
-        let of_mix = self.mix.kinds()[usize::from(kind)];
-        let request = Request {
-            seed: seed.into(),
-            packets: of_mix.packets.into(),
-            duration_us: ((of_mix.duration / 1_000) as u32).into(),
+        socket.bind(&source_address.into()).with_context(|| format!("cannot bind the source {source_address}"))?;
+        let connect_result = socket.connect(&self.args.vip.into());
+        let mix_request = self.request_mix.kinds()[usize::from(kind)];
+        let request = StreamRequest {
+            content_seed: seed.into(),
+            packet_count: mix_request.packet_count.into(),
+            duration_us: ((mix_request.duration / 1_000) as u32).into(),
         };
-        self.second(now_ns).opened += 1;
+        self.results_of_second_at(now_ns).opened += 1;
         let stream = TcpStream::from(socket);
         // Edge-triggered: one event when connected, then one per arrival of data.
         let flags = libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLRDHUP | libc::EPOLLET;
-        self.epoll.add(stream.as_fd(), number, flags)?;
-        let connection = Connection { stream, request, kind, opened_ns: now_ns, is_connected: false, received: 0 };
-        self.connections.insert(number, connection);
-        match outcome {
-            Err(error) if error.raw_os_error() != Some(libc::EINPROGRESS) => self.fail(number, &error.into()),
+        self.epoll.add(stream.as_fd(), connection_id, flags)?;
+        let connection = StreamConnection {
+            stream,
+            request,
+            mix_index: kind,
+            opened_ns: now_ns,
+            is_connected: false,
+            received_bytes: 0,
+        };
+        self.connections.insert(connection_id, connection);
+        match connect_result {
+            Err(error) if error.raw_os_error() != Some(libc::EINPROGRESS) => {
+                self.count_broken_connection(connection_id, &error.into())
+            }
             _ => {}
         }
         Ok(())
     }
 
-    fn handle_event(&mut self, event: Event) -> Result<(), ConnectionFailure> {
+    fn handle_socket_event(&mut self, event: ReadyEvent) -> Result<(), ConnectionFailure> {
         let Some(connection) = self.connections.get_mut(&event.token) else { return Ok(()) };
         if event.has_flags(libc::EPOLLERR)
             && let Some(error) = connection.stream.take_error()?
@@ -328,58 +346,60 @@ impl<'a> Client<'a> {
                 return Err(io::Error::from(io::ErrorKind::WriteZero).into());
             }
         }
-        if event.has_flags(libc::EPOLLIN) { self.receive(event.token) } else { Ok(()) }
+        if event.has_flags(libc::EPOLLIN) { self.receive_response(event.token) } else { Ok(()) }
     }
 
     /// Reads all available bytes, and the end of the stream if it has arrived. Fails on a wrong byte.
-    fn receive(&mut self, number: u64) -> Result<(), ConnectionFailure> {
+    fn receive_response(&mut self, number: u64) -> Result<(), ConnectionFailure> {
         let Some(connection) = self.connections.get_mut(&number) else { return Ok(()) };
-        let (seed, bytes) = (connection.request.seed.get(), connection.request.response_bytes());
+        let (seed, bytes) = (connection.request.content_seed.get(), connection.request.response_length());
         let mut buffer = [0; 2048];
         loop {
             let length = match connection.stream.read(&mut buffer) {
-                Ok(0) if connection.received == bytes => break,
+                Ok(0) if connection.received_bytes == bytes => break,
                 Ok(0) => return Err(ConnectionFailure::ClosedEarly),
                 Ok(length) => length,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
                 Err(error) => return Err(error.into()),
             };
-            let right = |(offset, byte): (u64, &u8)| *byte == content(seed, connection.received + offset);
-            if connection.received + length as u64 > bytes || !(0..).zip(&buffer[..length]).all(right) {
+            let is_right_byte =
+                |(offset, byte): (u64, &u8)| *byte == content_byte(seed, connection.received_bytes + offset);
+            if connection.received_bytes + length as u64 > bytes || !(0..).zip(&buffer[..length]).all(is_right_byte) {
                 return Err(ConnectionFailure::WrongAnswer);
             }
-            connection.received += length as u64;
+            connection.received_bytes += length as u64;
         }
-        let kind = connection.kind;
+        let mix_index = connection.mix_index;
         self.connections.remove(&number);
-        self.source.connection_ended(kind);
+        self.connection_source.connection_ended(mix_index);
         let now_ns = now_ns();
-        if now_ns < self.end_ns() {
-            self.second(now_ns).completed += 1;
+        if now_ns < self.run_end_ns() {
+            self.results_of_second_at(now_ns).completed += 1;
         }
         Ok(())
     }
 
-    fn fail(&mut self, number: u64, failure: &ConnectionFailure) {
+    fn count_broken_connection(&mut self, number: u64, failure: &ConnectionFailure) {
         let Some(connection) = self.connections.remove(&number) else { return };
-        self.second(now_ns()).broken.count_failure(failure, number as usize);
-        self.source.connection_ended(connection.kind);
+        self.results_of_second_at(now_ns()).broken.count_failure(failure, number as usize);
+        self.connection_source.connection_ended(connection.mix_index);
     }
 
-    /// Counts connections as broken if their due bytes are later than [`LOSS_TIMEOUT_NS`].
+    /// Counts connections as broken if their due bytes are later than [`DATA_TIMEOUT_NS`].
     fn fail_timed_out_connections(&mut self, now_ns: u64) {
-        let late = self.connections.iter().filter(|(_, connection)| connection.due_ns() + LOSS_TIMEOUT_NS < now_ns);
-        let late: Vec<u64> = late.map(|(number, _)| *number).collect();
-        for number in late {
-            self.fail(number, &io::Error::from(io::ErrorKind::TimedOut).into());
+        let timed_out_connections =
+            self.connections.iter().filter(|(_, connection)| connection.next_byte_due_ns() + DATA_TIMEOUT_NS < now_ns);
+        let timed_out_ids: Vec<u64> = timed_out_connections.map(|(number, _)| *number).collect();
+        for number in timed_out_ids {
+            self.count_broken_connection(number, &io::Error::from(io::ErrorKind::TimedOut).into());
         }
     }
 
     fn into_report(self) -> StreamReport {
         StreamReport {
             open_at_end: self.connections.len() as u64,
-            lateness_us: Latency::from(&self.lateness),
-            ..self.report
+            lateness_us: Latency::from(&self.lateness_histogram),
+            ..self.stream_report
         }
     }
 }
@@ -387,20 +407,20 @@ impl<'a> Client<'a> {
 /// Running stream client in a testbed, which is killed when dropped.
 #[derive(Debug)]
 pub struct StreamClient {
-    process: Process,
-    report: PathBuf,
+    client_process: Process,
+    report_path: PathBuf,
 }
 
 impl Testbed {
     /// Starts a client that uses all addresses of the client host. `start_ns`: start of its warm-up. Fails when it
     /// cannot be started.
     pub fn start_stream_client(&self, streams: &StreamWorkload, start_ns: Option<u64>) -> anyhow::Result<StreamClient> {
-        self.start_stream_client_at(self.service(), 0..self.options().client_addresses, streams, start_ns)
+        self.start_stream_client_at_address(self.service(), 0..self.options().client_addresses, streams, start_ns)
     }
 
     /// Starts a client of another service, from some of the client host's addresses; other clients may use the rest.
     /// Fails when it cannot be started.
-    pub fn start_stream_client_at(
+    pub fn start_stream_client_at_address(
         &self,
         service: impl Into<SocketAddr>,
         addresses: Range<u16>,
@@ -421,7 +441,7 @@ impl Testbed {
         }
         let report = self.directory().join("streams.json");
         command.stdout(File::create(&report)?);
-        Ok(StreamClient { process: self.spawn(self.client(), command)?, report })
+        Ok(StreamClient { client_process: self.spawn(self.client(), command)?, report_path: report })
     }
 }
 
@@ -429,17 +449,17 @@ impl StreamClient {
     /// Sends SIGTERM, which ends the client within a second, and waits for its report. Fails when the client has ended
     /// before, has failed, or still runs after `limit`.
     pub fn end(mut self, limit: Duration) -> anyhow::Result<StreamReport> {
-        let ended = self.process.try_wait()?;
-        ensure!(ended.is_none(), "the stream client has ended before: {ended:?}");
-        self.process.signal(Signal::SIGTERM)?;
-        self.finish(limit)
+        let exit_status = self.client_process.try_wait()?;
+        ensure!(exit_status.is_none(), "the stream client has ended before: {exit_status:?}");
+        self.client_process.send_signal(Signal::SIGTERM)?;
+        self.wait_and_report(limit)
     }
 
     /// Waits for the end of the client and returns its report. Fails when it failed or still runs after `limit`.
-    pub fn finish(mut self, limit: Duration) -> anyhow::Result<StreamReport> {
-        let status = self.process.wait(limit)?;
-        ensure!(status.success(), "the stream client failed: {status}");
-        Ok(serde_json::from_slice(&fs::read(&self.report)?)?)
+    pub fn wait_and_report(mut self, limit: Duration) -> anyhow::Result<StreamReport> {
+        let exit_status = self.client_process.wait(limit)?;
+        ensure!(exit_status.success(), "the stream client failed: {exit_status}");
+        Ok(serde_json::from_slice(&fs::read(&self.report_path)?)?)
     }
 }
 
@@ -451,17 +471,17 @@ mod tests {
     use crate::addresses::SERVICE_ADDRESS;
 
     #[test]
-    fn client_stops_at_the_end_of_a_second() {
-        let streams = StreamWorkload::steady(1.0, 10);
+    fn client_that_is_terminated_completes_its_current_second() {
+        let stream_workload = StreamWorkload::steady(1.0, 10);
         let (vip, first_address) = (SERVICE_ADDRESS.into(), Ipv4Addr::LOCALHOST.into());
-        let start_at = Some(SECOND_NS);
-        let args = StreamClientArgs { vip, first_address, addresses: 1, start_at, streams };
-        let mut client = Client::new(&args).unwrap();
-        assert_eq!(client.end_ns(), 11 * SECOND_NS);
-        client.end_after_second(SECOND_NS + 2 * SECOND_NS + 1);
-        assert_eq!(client.end_ns(), 4 * SECOND_NS);
+        let start_at = Some(NS_PER_SECOND);
+        let args = StreamClientArgs { vip, first_address, addresses: 1, start_at, streams: stream_workload };
+        let mut stream_loop = ClientEventLoop::new(&args).unwrap();
+        assert_eq!(stream_loop.run_end_ns(), 11 * NS_PER_SECOND);
+        stream_loop.end_after_second(NS_PER_SECOND + 2 * NS_PER_SECOND + 1);
+        assert_eq!(stream_loop.run_end_ns(), 4 * NS_PER_SECOND);
         // A second call does not prolong the run.
-        client.end_after_second(SECOND_NS + 5 * SECOND_NS);
-        assert_eq!(client.end_ns(), 4 * SECOND_NS);
+        stream_loop.end_after_second(NS_PER_SECOND + 5 * NS_PER_SECOND);
+        assert_eq!(stream_loop.run_end_ns(), 4 * NS_PER_SECOND);
     }
 }

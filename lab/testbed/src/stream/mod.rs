@@ -16,42 +16,43 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 /// Number of bytes that the server sends at once.
 pub const PACKET_BYTES: usize = 125;
 
-/// Request of a stream client. The response consists only of the bytes of [`content`].
+/// Request of a stream client. The response consists only of the bytes of [`content_byte`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
-pub struct Request {
+pub struct StreamRequest {
     /// Seed of the bytes of the response.
-    pub seed: U32,
+    pub content_seed: U32,
     /// Number of packets of the response, at least 1.
-    pub packets: U32,
+    pub packet_count: U32,
     /// Time from the request to the last packet of the response (us).
     pub duration_us: U32,
 }
 
-pub const REQUEST_BYTES: usize = size_of::<Request>();
+pub const REQUEST_BYTES: usize = size_of::<StreamRequest>();
 
-impl Request {
+impl StreamRequest {
     /// Returns the time from the request until packet `index` is due (ns); packets are counted from 0.
-    pub fn due_ns(&self, index: u32) -> u64 {
-        let (duration_ns, packets) = (u64::from(self.duration_us.get()) * 1_000, u64::from(self.packets.get().max(1)));
+    pub fn packet_due_ns(&self, index: u32) -> u64 {
+        let (duration_ns, packets) =
+            (u64::from(self.duration_us.get()) * 1_000, u64::from(self.packet_count.get().max(1)));
         // 2^32 us in ns times 2^32 would not fit 64 bits.
         (u128::from(duration_ns) * (u128::from(index) + 1) / u128::from(packets)) as u64
     }
 
     /// Returns the length of the whole response (bytes).
-    pub fn response_bytes(&self) -> u64 {
-        u64::from(self.packets.get()) * PACKET_BYTES as u64
+    pub fn response_length(&self) -> u64 {
+        u64::from(self.packet_count.get()) * PACKET_BYTES as u64
     }
 }
 
 /// Returns the byte at `position` of the response to a request with this seed.
-pub fn content(seed: u32, position: u64) -> u8 {
+pub fn content_byte(seed: u32, position: u64) -> u8 {
     // Knuth's multiplicative hash: adjacent bytes and adjacent seeds differ.
     ((seed ^ position as u32).wrapping_mul(0x9e37_79b1) >> 24) as u8
 }
 
 /// Raises the limit of open files of this process to the maximum, for thousands of connections.
-fn raise_file_limit() -> anyhow::Result<()> {
+fn raise_open_file_limit() -> anyhow::Result<()> {
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
     Ok(setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?)
@@ -62,18 +63,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn packets_are_evenly_spaced_and_the_last_is_at_the_end() {
-        let request = Request { seed: 0.into(), packets: 4.into(), duration_us: 1_000.into() };
-        assert_eq!([0, 1, 2, 3].map(|index| request.due_ns(index)), [250_000, 500_000, 750_000, 1_000_000]);
-        let longest = Request { seed: 0.into(), packets: u32::MAX.into(), duration_us: u32::MAX.into() };
-        assert_eq!(longest.due_ns(u32::MAX - 1), u64::from(u32::MAX) * 1_000);
+    fn packets_are_due_at_equal_intervals_and_the_last_at_the_end() {
+        let request = StreamRequest { content_seed: 0.into(), packet_count: 4.into(), duration_us: 1_000.into() };
+        assert_eq!([0, 1, 2, 3].map(|index| request.packet_due_ns(index)), [250_000, 500_000, 750_000, 1_000_000]);
+        let longest_request =
+            StreamRequest { content_seed: 0.into(), packet_count: u32::MAX.into(), duration_us: u32::MAX.into() };
+        assert_eq!(longest_request.packet_due_ns(u32::MAX - 1), u64::from(u32::MAX) * 1_000);
     }
 
     #[test]
-    fn bytes_of_another_connection_are_detected() {
-        let differing = |a: u32, b: u32| (0..125).filter(|at| content(a, *at) != content(b, *at)).count();
+    fn responses_with_other_seeds_have_other_bytes() {
+        let differing_bytes =
+            |a: u32, b: u32| (0..125).filter(|at| content_byte(a, *at) != content_byte(b, *at)).count();
         for (a, b) in [(1, 2), (7, 0x8000_0007), (0, u32::MAX)] {
-            assert!(differing(a, b) > 50, "{a} and {b}: {}", differing(a, b));
+            assert!(differing_bytes(a, b) > 50, "{a} and {b}: {}", differing_bytes(a, b));
         }
     }
 }

@@ -5,7 +5,7 @@ use coreward_testbed::network_options::NetworkOptions;
 use coreward_testbed::{missing_testbed_rights, skip_if};
 
 #[test]
-fn faults_break_no_connection_and_lose_no_change() {
+fn faults_break_no_connection_and_lose_no_configuration_change() {
     skip_if!(missing_testbed_rights());
     let options = ChaosArgs {
         seconds: 20,

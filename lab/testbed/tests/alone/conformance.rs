@@ -6,7 +6,7 @@ use coreward_testbed::conformance::{ConformanceArgs, run};
 use coreward_testbed::network_options::NetworkOptions;
 use coreward_testbed::{missing_testbed_rights, skip_if};
 
-fn short(instance: &str, syncookies: u8, network: NetworkOptions) {
+fn assert_clean_short_run(instance: &str, syncookies: u8, network: NetworkOptions) {
     let options = ConformanceArgs { wrk_seconds: 8, downloads: 200, idle_seconds: 40, syncookies, network };
     let outcome = run(instance, options).unwrap();
     println!("{outcome:#?}");
@@ -15,25 +15,29 @@ fn short(instance: &str, syncookies: u8, network: NetworkOptions) {
 }
 
 #[test]
-fn stock_clients_and_servers_see_no_errors() {
+fn stock_clients_and_servers_have_no_errors() {
     skip_if!(missing_testbed_rights());
-    short("conform", 1, NetworkOptions::default());
+    assert_clean_short_run("conform", 1, NetworkOptions::default());
 }
 
 #[test]
-fn stock_clients_see_no_errors_with_syn_cookies() {
+fn stock_clients_have_no_errors_with_syn_cookies() {
     skip_if!(missing_testbed_rights());
-    short("cookies", 2, NetworkOptions::default());
+    assert_clean_short_run("cookies", 2, NetworkOptions::default());
 }
 
 #[test]
-fn stock_ipv6_clients_and_servers_see_no_errors() {
+fn stock_ipv6_clients_and_servers_have_no_errors() {
     skip_if!(missing_testbed_rights());
-    short("conform6", 1, NetworkOptions { family: AddressFamily::Ipv6, ..NetworkOptions::default() });
+    assert_clean_short_run("conform6", 1, NetworkOptions { family: AddressFamily::Ipv6, ..NetworkOptions::default() });
 }
 
 #[test]
-fn stock_clients_and_routed_ipv6_servers_see_no_errors() {
+fn stock_clients_and_routed_ipv6_servers_have_no_errors() {
     skip_if!(missing_testbed_rights());
-    short("conformgue", 1, NetworkOptions { forwarding: Forwarding::Gue, family: AddressFamily::Ipv6 });
+    assert_clean_short_run(
+        "conformgue",
+        1,
+        NetworkOptions { forwarding: Forwarding::Gue, family: AddressFamily::Ipv6 },
+    );
 }

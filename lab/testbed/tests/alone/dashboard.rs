@@ -32,7 +32,7 @@ const PICTURE_DELAY: Duration = Duration::from_secs(45);
 
 /// Starts the browser's driver in a process namespace of its own. When the driver ends, so does every process of the
 /// browser.
-fn start_driver(testbed: &Testbed) -> anyhow::Result<Process> {
+fn start_browser_driver(testbed: &Testbed) -> anyhow::Result<Process> {
     let mut command = Command::new("unshare");
     command.args(["--pid", "--fork", "--kill-child", "--mount-proc", "chromedriver"]);
     command.args([&format!("--port={DRIVER_PORT}"), "--log-level=SEVERE"]);
@@ -187,7 +187,7 @@ async fn check_dashboard(token: String, drain: &(dyn Fn() -> anyhow::Result<()> 
 }
 
 #[test]
-fn browser_shows_every_core_and_changes() {
+fn dashboard_shows_every_core_and_pool_changes() {
     skip_if!(missing_testbed_rights());
     let options = TestbedOptions {
         instance: "tdash".to_owned(),
@@ -196,7 +196,7 @@ fn browser_shows_every_core_and_changes() {
         ..TestbedOptions::default()
     };
     let testbed = Testbed::create(options).unwrap();
-    let _servers: Vec<_> = (1..=SERVER_COUNT).map(|number| testbed.start_paced_server(number).unwrap()).collect();
+    let _paced_servers: Vec<_> = (1..=SERVER_COUNT).map(|number| testbed.start_paced_server(number).unwrap()).collect();
     let options = FleetOptions {
         policy: "crossrss-plus".to_owned(),
         load_source: LoadSource::PacedServer,
@@ -204,26 +204,29 @@ fn browser_shows_every_core_and_changes() {
         ..FleetOptions::default()
     };
     let mut fleet = Fleet::start(&testbed, options).unwrap();
-    let workload = Workload {
+    let arrival_workload = Workload {
         duration_us: MAX_TRAFFIC_SECONDS * 1_000_000,
         core_count: (SERVER_COUNT * CORE_COUNT).into(),
         ..Workload::default()
     };
-    let log: PathBuf = testbed.directory().join("arrivals.txt");
-    fs::write(&log, workload.generate(1).to_string()).unwrap();
-    let mut load = Command::new(lab_command().unwrap());
-    load.args(["testbed", "load", "--vip", &SERVICE_ADDRESS.to_string(), "--log"]).arg(&log);
-    load.args(["--first-address", &testbed.client_address(0).to_string()]).stdout(std::process::Stdio::null());
-    let _load = testbed.spawn(testbed.client(), load).unwrap();
-    let _driver = start_driver(&testbed).unwrap();
-    let token = fs::read_to_string(testbed.directory().join("viewer.token")).unwrap().trim().to_owned();
-    let pool = fleet.pool().clone();
+    let arrival_log_path: PathBuf = testbed.directory().join("arrivals.txt");
+    fs::write(&arrival_log_path, arrival_workload.generate(1).to_string()).unwrap();
+    let mut load_command = Command::new(lab_command().unwrap());
+    load_command.args(["testbed", "load", "--vip", &SERVICE_ADDRESS.to_string(), "--log"]).arg(&arrival_log_path);
+    load_command.args(["--first-address", &testbed.client_address(0).to_string()]).stdout(std::process::Stdio::null());
+    let _load_generator = testbed.spawn(testbed.client(), load_command).unwrap();
+    let _browser_driver = start_browser_driver(&testbed).unwrap();
+    let viewer_token = fs::read_to_string(testbed.directory().join("viewer.token")).unwrap().trim().to_owned();
+    let pool = fleet.server_pool().clone();
     let fleet = std::sync::Mutex::new(&mut fleet);
-    let drain = || {
+    let drain_one_server = || {
         let mut pool = pool.clone();
         pool.insert(2, AdminState::Draining);
         fleet.lock().unwrap().set_pool(&testbed, pool)
     };
-    let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build();
-    testbed.controller().within(|| runtime()?.block_on(check_dashboard(token, &drain))).unwrap();
+    let new_runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build();
+    testbed
+        .controller()
+        .run_within(|| new_runtime()?.block_on(check_dashboard(viewer_token, &drain_one_server)))
+        .unwrap();
 }

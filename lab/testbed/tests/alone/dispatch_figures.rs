@@ -21,10 +21,14 @@ fn figure(arguments: &[&str]) -> anyhow::Result<FigureResult> {
 fn assert_complete(result: &FigureResult, panels: usize, series: &[&str], least: f64) {
     assert_eq!(result.table.panels.len(), panels);
     for panel in &result.table.panels {
-        let labels: Vec<&str> = panel.curves.iter().map(|curve| curve.label.as_str()).collect();
-        assert_eq!(labels, series, "{}", panel.title);
-        let cells: Vec<usize> = panel.curves.iter().map(|curve| curve.cells.len()).collect();
-        assert!(cells[0] > 0 && cells.iter().all(|count| *count == cells[0]), "{}: {cells:?}", panel.title);
+        let curve_labels: Vec<&str> = panel.curves.iter().map(|curve| curve.label.as_str()).collect();
+        assert_eq!(curve_labels, series, "{}", panel.title);
+        let cell_counts: Vec<usize> = panel.curves.iter().map(|curve| curve.cells.len()).collect();
+        assert!(
+            cell_counts[0] > 0 && cell_counts.iter().all(|count| *count == cell_counts[0]),
+            "{}: {cell_counts:?}",
+            panel.title
+        );
         let mut cells = panel.curves.iter().flat_map(|curve| &curve.cells);
         assert!(cells.all(|cell| cell.spread.median >= least), "{panel:?}");
     }
@@ -37,8 +41,11 @@ fn request_figure_is_measured_live() -> anyhow::Result<()> {
     let result = figure(&["turbo-9-live", "--seconds", "0.4", "--points", "30,40", "--series", &series.join(",")])?;
     // Peaks are 0 when the first point exceeds the bound; no request is answered before its service time is over.
     assert_complete(&result, 2, &series, 0.0);
-    let curves = &result.table.panels[0].curves;
-    assert!(curves.iter().flat_map(|curve| &curve.cells).all(|cell| cell.spread.median >= 1.0), "{curves:?}");
+    let panel_curves = &result.table.panels[0].curves;
+    assert!(
+        panel_curves.iter().flat_map(|curve| &curve.cells).all(|cell| cell.spread.median >= 1.0),
+        "{panel_curves:?}"
+    );
     // Claims about 70 % load have no values to check.
     assert_eq!(result.claims.len(), 2);
     assert!(

@@ -4,13 +4,19 @@ use coreward_testbed::dispatch_soak::{DispatchSoakArgs, run};
 use coreward_testbed::{missing_testbed_rights, skip_if};
 
 #[test]
-fn outstanding_counts_stay_exact() {
+fn dispatch_counts_are_exact_under_faults() {
     skip_if!(missing_testbed_rights());
     let outcome = run("dsoak", DispatchSoakArgs { seconds: 24, seed: 2, settle_ms: 60_000 }).unwrap();
     println!("{outcome:#?}");
     assert!(outcome.violations.is_empty(), "{:#?}", outcome.violations);
-    let made = &outcome.faults;
-    assert!(made.kills > 0 && made.floods > 0 && made.spoofed > 0, "{made:?}");
-    assert!(made.upgrades > 0 && made.detachments + made.restarts > 0, "{made:?}");
+    let injected_faults = &outcome.faults;
+    assert!(
+        injected_faults.kills > 0 && injected_faults.floods > 0 && injected_faults.spoofed > 0,
+        "{injected_faults:?}"
+    );
+    assert!(
+        injected_faults.upgrades > 0 && injected_faults.detachments + injected_faults.restarts > 0,
+        "{injected_faults:?}"
+    );
     assert!(outcome.load_requests > 10_000, "{}", outcome.load_requests);
 }

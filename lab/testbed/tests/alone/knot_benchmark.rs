@@ -9,23 +9,23 @@ use coreward_testbed::knot_benchmark::knot;
 use coreward_testbed::{missing_testbed_rights, skip_if};
 
 #[test]
-fn knot_answers_every_dispatched_query() -> anyhow::Result<()> {
-    let knot = || format!("{} is missing (Debian package knot)", knot::KNOTD_PATH);
-    skip_if!(missing_testbed_rights().or_else(|| (!Path::new(knot::KNOTD_PATH).exists()).then(knot)), Ok(()));
+fn knotd_answers_every_dispatched_query() -> anyhow::Result<()> {
+    let missing_knotd = || format!("{} is missing (Debian package knot)", knot::KNOTD_PATH);
+    skip_if!(missing_testbed_rights().or_else(|| (!Path::new(knot::KNOTD_PATH).exists()).then(missing_knotd)), Ok(()));
     let options = ["--policies", "kernel,rr,jsq", "--workers", "3", "--rate", "300", "--seconds", "1", "--runs", "1"];
     let mut command = Command::new(lab_command()?);
     command.args(["testbed", "knot-benchmark", "--format", "json"]).args(options);
     // The test asserts counts, which a busy machine does not change.
     let output = command.env("COREWARD_MAX_LATENESS_US", "1e9").output()?;
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let compared: serde_json::Value = serde_json::from_slice(&output.stdout)?;
-    let policies = compared["policies"].as_array().context("policies")?;
+    let comparison: serde_json::Value = serde_json::from_slice(&output.stdout)?;
+    let policies = comparison["policies"].as_array().context("policies")?;
     assert_eq!(policies.len(), 3);
     for measured in policies {
         assert_eq!(measured["lost"], 0, "{measured}");
         // Poisson: 300 with a standard deviation of 17.
-        let answered = measured["answered_rps"]["median"].as_f64().context("answered_rps")?;
-        assert!((200.0..400.0).contains(&answered), "{measured}");
+        let answered_rps = measured["answered_rps"]["median"].as_f64().context("answered_rps")?;
+        assert!((200.0..400.0).contains(&answered_rps), "{measured}");
     }
     Ok(())
 }

@@ -11,9 +11,9 @@ use coreward_tls::authority::{Authority, DAY, Validity};
 use coreward_tls::certificate::unix_now;
 use coreward_tls::{Identity, Name, Role};
 
-use crate::support::{daemon_log, eventually, process_status, retained_capabilities, send_requests};
+use crate::support::{daemon_log, eventually, process_status_field, retained_capabilities, send_requests};
 
-fn name(name: &str) -> Name {
+fn parse_name(name: &str) -> Name {
     name.parse().unwrap()
 }
 
@@ -24,7 +24,7 @@ fn copy_certificates(from: &Path, to: &Path) {
 }
 
 #[test]
-fn peers_authenticate_each_other() {
+fn daemons_reject_peers_with_wrong_certificates() {
     skip_if!(missing_testbed_rights());
     let options = TestbedOptions { instance: "tls".to_owned(), servers: 1, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
@@ -35,70 +35,75 @@ fn peers_authenticate_each_other() {
     for (name, daemon) in
         [("controller", Component::Controller), ("lb1", Component::Lb), ("agent-s1", Component::Agent)]
     {
-        let pid = fleet.daemon(name).unwrap().pid();
+        let daemon_pid = fleet.daemon(name).unwrap().pid();
         for set in ["CapEff:", "CapPrm:", "CapBnd:"] {
-            assert_eq!(process_status(pid, set), format!("{:016x}", retained_capabilities(daemon)), "{name} {set}");
+            assert_eq!(
+                process_status_field(daemon_pid, set),
+                format!("{:016x}", retained_capabilities(daemon)),
+                "{name} {set}"
+            );
         }
-        assert_eq!(process_status(pid, "NoNewPrivs:"), "1", "{name}");
+        assert_eq!(process_status_field(daemon_pid, "NoNewPrivs:"), "1", "{name}");
     }
 
     // Each case differs from the agent's valid certificate in role, name, fleet, signer or validity.
-    let foreign = certificate_directory(&testbed).join("foreign");
-    let foreign = Authority::init(&foreign, &name("testbed"), 30 * DAY).unwrap();
+    let foreign_directory = certificate_directory(&testbed).join("foreign");
+    let foreign_authority = Authority::init(&foreign_directory, &parse_name("testbed"), 30 * DAY).unwrap();
     let now = unix_now();
     let (good, expired) = (Validity::from_now(DAY), Validity { not_before: now - 2 * DAY, not_after: now - DAY });
-    let ours = |role, who: &str, fleet: &str, validity| issue(&testbed, role, who, &name(fleet), validity).unwrap();
-    let signed_elsewhere = || {
+    let issue_by_own_authority =
+        |role, who: &str, fleet: &str, validity| issue(&testbed, role, who, &parse_name(fleet), validity).unwrap();
+    let issue_by_foreign_authority = || {
         let directory = certificate_directory(&testbed).join("elsewhere");
-        let identity = Identity { fleet: name("testbed"), role: Role::Agent, name: name("s1") };
-        foreign.issue(&identity, &[], good).unwrap().write(&directory, &foreign).unwrap();
+        let agent_identity = Identity { fleet: parse_name("testbed"), role: Role::Agent, name: parse_name("s1") };
+        foreign_authority.issue(&agent_identity, &[], good).unwrap().write(&directory, &foreign_authority).unwrap();
         std::fs::copy(certificate_directory(&testbed).join("ca.crt"), directory.join("ca.crt")).unwrap();
         directory
     };
-    let cases = [
+    let wrong_certificates = [
         (
-            ours(Role::Viewer, "s1", "testbed", good),
+            issue_by_own_authority(Role::Viewer, "s1", "testbed", good),
             "reason=\"wrong_role\" error=its certificate is for viewer s1: expected agent or lb",
             "the peer refuses our certificate: wrong fleet, role or name",
         ),
         (
-            ours(Role::Agent, "s2", "testbed", good),
+            issue_by_own_authority(Role::Agent, "s2", "testbed", good),
             "reason=\"wrong_name\" error=the certificate is for agent s2, not for agent s1: expected its own name",
             "error=\"the certificate is for agent s2, not for agent s1",
         ),
         (
-            ours(Role::Lb, "lb2", "testbed", good),
+            issue_by_own_authority(Role::Lb, "lb2", "testbed", good),
             "reason=\"wrong_role\" error=the certificate is for lb lb2: expected agent",
             "error=\"the certificate is for lb lb2: expected agent",
         ),
         (
-            ours(Role::Controller, "c2", "testbed", good),
+            issue_by_own_authority(Role::Controller, "c2", "testbed", good),
             "reason=\"wrong_role\" error=its certificate is for controller c2: expected agent or lb",
             "the peer refuses our certificate: wrong fleet, role or name",
         ),
         (
-            ours(Role::Agent, "other", "other", good),
+            issue_by_own_authority(Role::Agent, "other", "other", good),
             "reason=\"refused_by_peer\" error=the peer refuses our certificate",
             "its certificate is for controller controller of fleet testbed: expected fleet other",
         ),
         (
-            signed_elsewhere(),
+            issue_by_foreign_authority(),
             "reason=\"unknown_authority\" error=its certificate is signed by no authority in `ca`",
             "the peer refuses our certificate: its signer is not in the peer's `ca`",
         ),
         (
-            ours(Role::Agent, "old", "testbed", expired),
+            issue_by_own_authority(Role::Agent, "old", "testbed", expired),
             "reason=\"expired\" error=its certificate has expired",
             "the peer refuses our certificate: by the peer's clock it has expired",
         ),
     ];
-    let own = credential_directory(&testbed, Role::Agent, "s1");
-    for (wrong, controller_says, agent_says) in cases {
+    let agent_directory = credential_directory(&testbed, Role::Agent, "s1");
+    for (wrong, controller_says, agent_says) in wrong_certificates {
         fleet.kill("agent-s1").unwrap();
         let (controller, agent) =
             (daemon_log(&testbed, "controller", 0).len(), daemon_log(&testbed, "agent-s1", 0).len());
-        copy_certificates(&wrong, &own);
-        fleet.restart(&testbed, "agent-s1").unwrap();
+        copy_certificates(&wrong, &agent_directory);
+        fleet.restart_daemon(&testbed, "agent-s1").unwrap();
         eventually(*TIMEOUT, controller_says, || {
             daemon_log(&testbed, "controller", controller).contains(controller_says)
         });
@@ -107,29 +112,31 @@ fn peers_authenticate_each_other() {
     send_requests(&testbed, 10);
     // An agent with a valid certificate reconnects without a restart after one of the same name that had expired.
     fleet.kill("agent-s1").unwrap();
-    let before = daemon_log(&testbed, "agent-s1", 0).len();
-    ours(Role::Agent, "s1", "testbed", expired);
-    fleet.restart(&testbed, "agent-s1").unwrap();
+    let agent_log_length = daemon_log(&testbed, "agent-s1", 0).len();
+    issue_by_own_authority(Role::Agent, "s1", "testbed", expired);
+    fleet.restart_daemon(&testbed, "agent-s1").unwrap();
     // A daemon that starts while its files are written finds a key that does not match the certificate, and ends (a
     // unit restarts it).
-    let expired = "the peer refuses our certificate: by the peer's clock it has expired";
-    eventually(*TIMEOUT, expired, || daemon_log(&testbed, "agent-s1", before).contains(expired));
-    ours(Role::Agent, "s1", "testbed", good);
+    let expiry_message = "the peer refuses our certificate: by the peer's clock it has expired";
+    eventually(*TIMEOUT, expiry_message, || {
+        daemon_log(&testbed, "agent-s1", agent_log_length).contains(expiry_message)
+    });
+    issue_by_own_authority(Role::Agent, "s1", "testbed", good);
     eventually(*TIMEOUT, "the agent is back", || {
-        daemon_log(&testbed, "agent-s1", before).contains("event=\"controller-connected\"")
+        daemon_log(&testbed, "agent-s1", agent_log_length).contains("event=\"controller-connected\"")
     });
     fleet.wait_until_ready(&testbed).unwrap();
 
     // An agent's certificate cannot open a load balancer's stream, on which all keys are sent.
     fleet.kill("lb1").unwrap();
-    let controller = daemon_log(&testbed, "controller", 0).len();
-    copy_certificates(&own, &credential_directory(&testbed, Role::Lb, "lb1"));
-    fleet.restart(&testbed, "lb1").unwrap();
-    let words = "peer=agent s1 at ";
-    eventually(*TIMEOUT, words, || {
-        let printed = daemon_log(&testbed, "controller", controller);
-        printed.contains(words)
-            && printed.contains("reason=\"wrong_role\" error=the certificate is for agent s1: expected lb")
+    let controller_log_length = daemon_log(&testbed, "controller", 0).len();
+    copy_certificates(&agent_directory, &credential_directory(&testbed, Role::Lb, "lb1"));
+    fleet.restart_daemon(&testbed, "lb1").unwrap();
+    let rejection_message = "peer=agent s1 at ";
+    eventually(*TIMEOUT, rejection_message, || {
+        let new_log_lines = daemon_log(&testbed, "controller", controller_log_length);
+        new_log_lines.contains(rejection_message)
+            && new_log_lines.contains("reason=\"wrong_role\" error=the certificate is for agent s1: expected lb")
     });
     send_requests(&testbed, 10);
 }

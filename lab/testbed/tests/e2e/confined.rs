@@ -9,35 +9,36 @@ use crate::support::{
     capability_mask, effective_capabilities, eventually, eventually_in_force, retained_capabilities, send_requests,
 };
 
-fn capability(name: &str) -> caps::Capability {
+fn parse_capability(name: &str) -> caps::Capability {
     name.parse().unwrap_or_else(|_| panic!("{name} is no capability"))
 }
 
 #[test]
-fn daemons_work_within_their_units_limits() {
+fn daemons_work_with_only_the_capabilities_of_their_units() {
     skip_if!(missing_testbed_rights());
     let options = TestbedOptions { instance: "confined".to_owned(), servers: 2, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
-    let _nginx: Vec<_> = testbed.server_numbers().into_iter().map(|n| testbed.start_nginx(n).unwrap()).collect();
-    let _key_value = testbed.start_key_value_server(1, &["--workers", "2"]).unwrap();
-    let dispatch = format!(
+    let _nginx_servers: Vec<_> =
+        testbed.server_numbers().into_iter().map(|n| testbed.start_nginx(n).unwrap()).collect();
+    let _key_value_server = testbed.start_key_value_server(1, &["--workers", "2"]).unwrap();
+    let dispatch_config = format!(
         "[dispatch]\npin_directory = \"{}\"\n[[dispatch.service]]\nlisten = \"{SERVICE_ADDRESS}\"\n",
         testbed.pin_directory().join("dispatch").display()
     );
-    let options = FleetOptions { is_confined: true, agent_text: dispatch, ..Default::default() };
+    let options = FleetOptions { has_unit_capabilities: true, agent_text: dispatch_config, ..Default::default() };
     let mut fleet = Fleet::start(&testbed, options).unwrap();
     send_requests(&testbed, 20);
 
-    let daemons = [
+    let daemons_and_units = [
         ("controller", "controller", Component::Controller),
         ("lb1", "lb", Component::Lb),
         ("agent-s1", "agent", Component::Agent),
     ];
-    for (name, unit, daemon) in daemons {
-        let kept = retained_capabilities(daemon);
-        assert_eq!(effective_capabilities(fleet.daemon(name).unwrap().pid()), kept, "{name}");
-        let left = capability_mask(unit_capabilities(unit).unwrap().into_iter().map(capability));
-        assert_eq!(kept & !left, 0, "{name} keeps more than its unit leaves it");
+    for (name, unit, daemon) in daemons_and_units {
+        let retained_mask = retained_capabilities(daemon);
+        assert_eq!(effective_capabilities(fleet.daemon(name).unwrap().pid()), retained_mask, "{name}");
+        let unit_mask = capability_mask(unit_capabilities(unit).unwrap().into_iter().map(parse_capability));
+        assert_eq!(retained_mask & !unit_mask, 0, "{name} keeps more than its unit leaves it");
     }
     // Workers' sockets are found; connections are steered to them, UDP requests are dispatched to them, and no daemon
     // warns.
@@ -46,29 +47,29 @@ fn daemons_work_within_their_units_limits() {
         status["servers"].as_array().unwrap().iter().find(|server| server["name"] == "s1").unwrap().clone()
     };
     eventually(*TIMEOUT, "the agent dispatches to both workers", || {
-        let workers = server(&fleet)["dispatch"][0]["workers"].as_array().cloned().unwrap_or_default();
-        workers.iter().filter(|worker| worker["eligible"] == true).count() == 2
+        let dispatch_workers = server(&fleet)["dispatch"][0]["workers"].as_array().cloned().unwrap_or_default();
+        dispatch_workers.iter().filter(|worker| worker["eligible"] == true).count() == 2
     });
-    let warnings = |fleet: &Fleet| -> Vec<String> {
+    let server_warnings = |fleet: &Fleet| -> Vec<String> {
         let warnings: Vec<String> = serde_json::from_value(server(fleet)["warnings"].clone()).unwrap();
         // This warning is normal on a small machine.
         warnings.into_iter().filter(|warning| !warning.contains("receive queues are served by")).collect()
     };
-    eventually(*TIMEOUT, "the agent has no warnings", || warnings(&fleet).is_empty());
+    eventually(*TIMEOUT, "the agent has no warnings", || server_warnings(&fleet).is_empty());
     // Earlier connections may have arrived before the agent found the workers.
     eventually(*TIMEOUT, "connections were steered", || {
         send_requests(&testbed, 2);
         server(&fleet)["counters"]["steered"].as_u64().unwrap() > 0
     });
     // A draining server may have to forward packets, so the load balancer resolves its address by ARP.
-    let mut pool = fleet.pool().clone();
+    let mut pool = fleet.server_pool().clone();
     pool.insert(2, AdminState::Draining);
     fleet.set_pool(&testbed, pool).unwrap();
     eventually_in_force(&fleet, &testbed);
-    eventually(*TIMEOUT, "the agent has found the other server", || warnings(&fleet).is_empty());
+    eventually(*TIMEOUT, "the agent has found the other server", || server_warnings(&fleet).is_empty());
     // A new process takes over the pins, and detach removes them.
     for name in ["lb1", "agent-s1"] {
-        fleet.upgrade(&testbed, name).unwrap();
+        fleet.upgrade_daemon(&testbed, name).unwrap();
     }
     fleet.wait_until_ready(&testbed).unwrap();
     send_requests(&testbed, 20);

@@ -3,9 +3,9 @@
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
 
-use coreward_model::consistency::{Consistency, Timestamps};
+use coreward_model::consistency::{Consistency, TimestampOrigin};
 use coreward_testbed::addresses::SERVICE_ADDRESS;
-use coreward_testbed::container::{CONTAINER_RESPONSE, Container};
+use coreward_testbed::container::{CONTAINER_RESPONSE_BODY, Container};
 use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 
@@ -14,24 +14,24 @@ use crate::support::{TestEnv, eventually};
 /// Number of connections. All of them miss the buckets of a third server once in 10^10 runs: (2/3)^60.
 const CONNECTION_COUNT: usize = 60;
 
-struct Containers {
+struct ContainerEnv {
     _containers: Vec<Container>,
     env: TestEnv,
 }
 
-impl Containers {
+impl ContainerEnv {
     fn start(instance: &str, options: FleetOptions) -> Self {
-        let testbed = TestbedOptions { instance: instance.to_owned(), servers: 3, ..TestbedOptions::default() };
-        let env = TestEnv::start(testbed, FleetOptions { policy: "hash".to_owned(), ..options });
+        let testbed_options = TestbedOptions { instance: instance.to_owned(), servers: 3, ..TestbedOptions::default() };
+        let env = TestEnv::start(testbed_options, FleetOptions { policy: "hash".to_owned(), ..options });
         let start = |server| {
             let container = env.testbed.start_container(server).unwrap();
             container.set_sysctl(&env.testbed, "net.ipv4.tcp_timestamps", 2).unwrap();
             container
         };
-        let containers = (1..=3).map(start).collect();
-        let containers = Self { _containers: containers, env };
-        eventually(*TIMEOUT, "every container answers", || (0..20).all(|_| containers.query_worker().is_ok()));
-        containers
+        let running_containers = (1..=3).map(start).collect();
+        let container_env = Self { _containers: running_containers, env };
+        eventually(*TIMEOUT, "every container answers", || (0..20).all(|_| container_env.query_container().is_ok()));
+        container_env
     }
 
     fn set_client_timestamps(&self, value: &str) {
@@ -39,25 +39,25 @@ impl Containers {
     }
 
     /// Opens a connection to the service, sends one request, and asserts that a container answers it.
-    fn query_worker(&self) -> anyhow::Result<()> {
-        self.env.testbed.client().within(|| {
+    fn query_container(&self) -> anyhow::Result<()> {
+        self.env.testbed.client().run_within(|| {
             let mut stream = TcpStream::connect_timeout(&SocketAddr::from(SERVICE_ADDRESS), *TIMEOUT)?;
             stream.set_read_timeout(Some(*TIMEOUT))?;
             stream.write_all(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")?;
-            let mut answer = String::new();
-            stream.read_to_string(&mut answer)?;
-            assert!(answer.ends_with(CONTAINER_RESPONSE), "{answer:?}");
+            let mut response_text = String::new();
+            stream.read_to_string(&mut response_text)?;
+            assert!(response_text.ends_with(CONTAINER_RESPONSE_BODY), "{response_text:?}");
             Ok(())
         })
     }
 
     /// Opens [`CONNECTION_COUNT`] connections with one request each, and returns the errors.
-    fn broken(&self) -> Vec<anyhow::Error> {
-        (0..CONNECTION_COUNT).filter_map(|_| self.query_worker().err()).collect()
+    fn connection_errors(&self) -> Vec<anyhow::Error> {
+        (0..CONNECTION_COUNT).filter_map(|_| self.query_container().err()).collect()
     }
 
     /// Removes server 3 and adds it again, which moves a third of the buckets to it.
-    fn move_buckets(&mut self) {
+    fn move_buckets_to_third_server(&mut self) {
         self.env.set_admin_state(3, None);
         self.env.set_admin_state(3, Some(AdminState::Active));
     }
@@ -69,41 +69,46 @@ impl Containers {
 }
 
 #[test]
-fn container_connections_survive_a_bucket_change() {
+fn connections_to_containers_survive_a_bucket_change() {
     skip_if!(missing_testbed_rights());
-    let mut containers = Containers::start("dnat", FleetOptions::default());
+    let mut container_env = ContainerEnv::start("dnat", FleetOptions::default());
     for timestamps in ["0", "1"] {
-        containers.set_client_timestamps(timestamps);
-        containers.move_buckets();
-        let broken = containers.broken();
+        container_env.set_client_timestamps(timestamps);
+        container_env.move_buckets_to_third_server();
+        let connection_errors = container_env.connection_errors();
         assert!(
-            broken.is_empty(),
+            connection_errors.is_empty(),
             "tcp_timestamps {timestamps}: {} of {CONNECTION_COUNT}: {}",
-            broken.len(),
-            broken[0]
+            connection_errors.len(),
+            connection_errors[0]
         );
     }
-    assert!(!containers.has_warning("another network namespace"), "all works");
+    assert!(!container_env.has_warning("another network namespace"), "all works");
 }
 
 #[test]
-fn modes_that_need_sockets_are_reported_for_containers() {
+fn modes_that_need_host_sockets_are_reported_for_containers() {
     skip_if!(missing_testbed_rights());
-    let cases = [
-        ("dnatbeamer", Consistency::Beamer, Timestamps::Server, "bucket changes hands (`consistency"),
-        ("dnatoff", Consistency::Stateless, Timestamps::Off, "connections without a flow-table entry"),
-        ("dnattable", Consistency::Stateful, Timestamps::Server, "connections are stateless"),
+    let modes_and_warnings = [
+        ("dnatbeamer", Consistency::Beamer, TimestampOrigin::Server, "bucket changes hands (`consistency"),
+        ("dnatoff", Consistency::Stateless, TimestampOrigin::Off, "connections without a flow-table entry"),
+        ("dnattable", Consistency::Stateful, TimestampOrigin::Server, "connections are stateless"),
     ];
-    for (instance, consistency, timestamps, warning) in cases {
-        let mut containers =
-            Containers::start(instance, FleetOptions { consistency, timestamps, ..FleetOptions::default() });
-        containers.move_buckets();
-        let broken = containers.broken();
-        assert!(broken.is_empty(), "{instance}: {} of {CONNECTION_COUNT}: {}", broken.len(), broken[0]);
-        eventually(*TIMEOUT, warning, || containers.has_warning(warning));
+    for (instance, consistency, timestamps, warning) in modes_and_warnings {
+        let mut container_env =
+            ContainerEnv::start(instance, FleetOptions { consistency, timestamps, ..FleetOptions::default() });
+        container_env.move_buckets_to_third_server();
+        let connection_errors = container_env.connection_errors();
+        assert!(
+            connection_errors.is_empty(),
+            "{instance}: {} of {CONNECTION_COUNT}: {}",
+            connection_errors.len(),
+            connection_errors[0]
+        );
+        eventually(*TIMEOUT, warning, || container_env.has_warning(warning));
         if consistency == Consistency::Stateful {
-            eventually(*TIMEOUT, "cookies hold ids", || containers.env.sum_counter("established") > 0);
-            assert_eq!(containers.env.sum_counter("connection_table"), 0, "an index could not be restored");
+            eventually(*TIMEOUT, "cookies hold ids", || container_env.env.sum_counter("established") > 0);
+            assert_eq!(container_env.env.sum_counter("connection_table"), 0, "an index could not be restored");
         }
     }
 }

@@ -8,62 +8,75 @@ use nix::sys::signal::Signal;
 use serde_json::Value;
 
 use crate::support::eventually;
-use crate::support::load::{report, start_load};
+use crate::support::load::{report, start_load_generator};
 
 /// Returns the section `[dispatch]` of the agent's configuration file.
-fn dispatch(testbed: &Testbed, policy: &str) -> String {
-    let pins = testbed.pin_directory().join("dispatch");
-    let service =
+fn dispatch_config(testbed: &Testbed, policy: &str) -> String {
+    let pin_directory = testbed.pin_directory().join("dispatch");
+    let service_config =
         format!("listen = \"{SERVICE_ADDRESS}\"\npolicy = \"{policy}\"\nrequest_id = {{ offset = 4, bytes = 4 }}\n");
-    format!("[dispatch]\npin_directory = \"{}\"\n[[dispatch.service]]\n{service}", pins.display())
+    format!("[dispatch]\npin_directory = \"{}\"\n[[dispatch.service]]\n{service_config}", pin_directory.display())
 }
 
 /// Returns the services that the server dispatches, from `coreward status`.
-fn dispatch_status(fleet: &Fleet, testbed: &Testbed) -> Value {
+fn query_dispatch_status(fleet: &Fleet, testbed: &Testbed) -> Value {
     fleet.status(testbed).unwrap()["servers"][0]["dispatch"].clone()
 }
 
-fn sum(dispatched: &Value, count: &str) -> u64 {
+fn sum_over_workers(dispatched: &Value, count: &str) -> u64 {
     let workers = dispatched[0]["workers"].as_array().unwrap();
     workers.iter().map(|worker| worker[count].as_u64().unwrap()).sum()
 }
 
-fn eligible_workers(dispatched: &Value) -> usize {
+fn count_eligible_workers(dispatched: &Value) -> usize {
     let workers = dispatched[0]["workers"].as_array().into_iter().flatten();
     workers.filter(|worker| worker["eligible"] == true).count()
 }
 
 #[test]
-fn agent_dispatches_by_its_file() -> anyhow::Result<()> {
+fn agent_dispatches_as_its_configuration_says() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create_direct("tdispatch")?;
     let server = ["--workers", "4", "--paced", "--service-us", "GET=300"];
     let server = testbed.start_key_value_server(1, &[&server[..], &["--receive-buffer", "16000000"]].concat())?;
-    let more = dispatch(&testbed, "jsq");
-    let mut fleet = Fleet::start(&testbed, FleetOptions { agent_text: more, ..FleetOptions::default() })?;
+    let agent_config = dispatch_config(&testbed, "jsq");
+    let mut fleet = Fleet::start(&testbed, FleetOptions { agent_text: agent_config, ..FleetOptions::default() })?;
     // The load bypasses the load balancer.
-    eventually(*TIMEOUT, "four workers get requests", || eligible_workers(&dispatch_status(&fleet, &testbed)) == 4);
-    let load = report(start_load(&testbed, "--rate 2000 --seconds 2 --warm-up 0 --timeout 20")?)?;
-    assert_eq!(load["lost"], 0, "{load}");
-    eventually(*TIMEOUT, "the agent reports that all are answered", || {
-        sum(&dispatch_status(&fleet, &testbed), "completed") == load["requests"].as_u64().unwrap()
+    eventually(*TIMEOUT, "four workers get requests", || {
+        count_eligible_workers(&query_dispatch_status(&fleet, &testbed)) == 4
     });
-    let reported = dispatch_status(&fleet, &testbed);
-    assert_eq!((&reported[0]["listen"], &reported[0]["policy"]), (&SERVICE_ADDRESS.to_string().into(), &"jsq".into()));
+    let load_report = report(start_load_generator(&testbed, "--rate 2000 --seconds 2 --warm-up 0 --timeout 20")?)?;
+    assert_eq!(load_report["lost"], 0, "{load_report}");
+    eventually(*TIMEOUT, "the agent reports that all are answered", || {
+        sum_over_workers(&query_dispatch_status(&fleet, &testbed), "completed")
+            == load_report["requests"].as_u64().unwrap()
+    });
+    let dispatched_services = query_dispatch_status(&fleet, &testbed);
     assert_eq!(
-        (sum(&reported, "outstanding"), sum(&reported, "abandoned"), sum(&reported, "queued")),
-        (0, 0, 0),
-        "{reported}"
+        (&dispatched_services[0]["listen"], &dispatched_services[0]["policy"]),
+        (&SERVICE_ADDRESS.to_string().into(), &"jsq".into())
     );
-    assert_eq!(sum(&reported, "dispatched"), sum(&reported, "completed"));
-    let pids: Vec<_> = server.worker_pids();
-    let workers = reported[0]["workers"].as_array().unwrap();
+    assert_eq!(
+        (
+            sum_over_workers(&dispatched_services, "outstanding"),
+            sum_over_workers(&dispatched_services, "abandoned"),
+            sum_over_workers(&dispatched_services, "queued")
+        ),
+        (0, 0, 0),
+        "{dispatched_services}"
+    );
+    assert_eq!(
+        sum_over_workers(&dispatched_services, "dispatched"),
+        sum_over_workers(&dispatched_services, "completed")
+    );
+    let worker_pids: Vec<_> = server.worker_pids();
+    let status_workers = dispatched_services[0]["workers"].as_array().unwrap();
     assert!(
-        workers.iter().all(|worker| pids.contains(&(worker["pid"].as_u64().unwrap() as u32))),
-        "{reported} {pids:?}"
+        status_workers.iter().all(|worker| worker_pids.contains(&(worker["pid"].as_u64().unwrap() as u32))),
+        "{dispatched_services} {worker_pids:?}"
     );
     let text = operator_command(&testbed, &["status"])?;
-    let text = String::from_utf8(testbed.run(testbed.controller(), text)?.stdout)?;
+    let text = String::from_utf8(testbed.run_command(testbed.controller(), text)?.stdout)?;
     assert!(text.contains(&format!("dispatch of {SERVICE_ADDRESS} at s1: jsq\n")), "{text}");
 
     check_reload_restart_and_detach(&testbed, &mut fleet)
@@ -71,38 +84,47 @@ fn agent_dispatches_by_its_file() -> anyhow::Result<()> {
 
 /// Tests a reload by SIGHUP, a restart of the agent, and the detachment of the dispatch.
 fn check_reload_restart_and_detach(testbed: &Testbed, fleet: &mut Fleet) -> anyhow::Result<()> {
-    let file = testbed.directory().join("agent-s1.toml");
-    let before = std::fs::read_to_string(&file)?;
-    let completed = sum(&dispatch_status(fleet, testbed), "completed");
-    std::fs::write(&file, before.replace("\"jsq\"", "\"rr\""))?;
-    fleet.daemon("agent-s1")?.signal(Signal::SIGHUP)?;
-    eventually(*TIMEOUT, "the policy has changed", || dispatch_status(fleet, testbed)[0]["policy"] == "rr");
-    assert_eq!(sum(&dispatch_status(fleet, testbed), "completed"), completed, "the counts continue");
+    let config_path = testbed.directory().join("agent-s1.toml");
+    let config_before = std::fs::read_to_string(&config_path)?;
+    let completed_before = sum_over_workers(&query_dispatch_status(fleet, testbed), "completed");
+    std::fs::write(&config_path, config_before.replace("\"jsq\"", "\"rr\""))?;
+    fleet.daemon("agent-s1")?.send_signal(Signal::SIGHUP)?;
+    eventually(*TIMEOUT, "the policy has changed", || query_dispatch_status(fleet, testbed)[0]["policy"] == "rr");
+    assert_eq!(
+        sum_over_workers(&query_dispatch_status(fleet, testbed), "completed"),
+        completed_before,
+        "the counts continue"
+    );
     // An invalid file changes nothing.
-    std::fs::write(&file, before.replace("\"jsq\"", "\"jsk\""))?;
-    fleet.daemon("agent-s1")?.signal(Signal::SIGHUP)?;
-    let load = report(start_load(testbed, "--rate 1000 --seconds 1 --warm-up 0 --timeout 20")?)?;
-    assert_eq!(load["lost"], 0, "{load}");
-    let expected = completed + load["requests"].as_u64().unwrap();
-    eventually(*TIMEOUT, "they are counted", || sum(&dispatch_status(fleet, testbed), "completed") == expected);
-    assert_eq!(dispatch_status(fleet, testbed)[0]["policy"], "rr");
+    std::fs::write(&config_path, config_before.replace("\"jsq\"", "\"jsk\""))?;
+    fleet.daemon("agent-s1")?.send_signal(Signal::SIGHUP)?;
+    let load_report = report(start_load_generator(testbed, "--rate 1000 --seconds 1 --warm-up 0 --timeout 20")?)?;
+    assert_eq!(load_report["lost"], 0, "{load_report}");
+    let expected_completed = completed_before + load_report["requests"].as_u64().unwrap();
+    eventually(*TIMEOUT, "they are counted", || {
+        sum_over_workers(&query_dispatch_status(fleet, testbed), "completed") == expected_completed
+    });
+    assert_eq!(query_dispatch_status(fleet, testbed)[0]["policy"], "rr");
 
     // Another agent process takes over the ledger (its file is rewritten).
-    fleet.upgrade(testbed, "agent-s1")?;
-    eventually(*TIMEOUT, "the new agent dispatches", || dispatch_status(fleet, testbed)[0]["policy"] == "jsq");
+    fleet.upgrade_daemon(testbed, "agent-s1")?;
+    eventually(*TIMEOUT, "the new agent dispatches", || query_dispatch_status(fleet, testbed)[0]["policy"] == "jsq");
     assert_eq!(
-        (eligible_workers(&dispatch_status(fleet, testbed)), sum(&dispatch_status(fleet, testbed), "completed")),
-        (4, expected)
+        (
+            count_eligible_workers(&query_dispatch_status(fleet, testbed)),
+            sum_over_workers(&query_dispatch_status(fleet, testbed), "completed")
+        ),
+        (4, expected_completed)
     );
 
     // Without [dispatch] the kernel selects the worker, and no state remains.
-    std::fs::write(&file, before.split("[dispatch]").next().unwrap())?;
-    fleet.daemon("agent-s1")?.signal(Signal::SIGHUP)?;
+    std::fs::write(&config_path, config_before.split("[dispatch]").next().unwrap())?;
+    fleet.daemon("agent-s1")?.send_signal(Signal::SIGHUP)?;
     eventually(*TIMEOUT, "nothing is dispatched", || {
-        dispatch_status(fleet, testbed).as_array().is_some_and(Vec::is_empty)
+        query_dispatch_status(fleet, testbed).as_array().is_some_and(Vec::is_empty)
     });
     assert!(!testbed.pin_directory().join("dispatch").exists());
-    let load = report(start_load(testbed, "--rate 1000 --seconds 1 --warm-up 0 --timeout 20")?)?;
-    assert_eq!(load["lost"], 0, "{load}");
+    let load_report = report(start_load_generator(testbed, "--rate 1000 --seconds 1 --warm-up 0 --timeout 20")?)?;
+    assert_eq!(load_report["lost"], 0, "{load_report}");
     Ok(())
 }

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use coreward_testbed::addresses::{CONTROLLER_ADDRESS, DEVICE, VIP, load_balancer_address};
+use coreward_testbed::addresses::{CONTROLLER_ADDRESS, FIRST_VIP, HOST_DEVICE, load_balancer_address};
 use coreward_testbed::fleet::{Fleet, FleetOptions, first_controller_address};
 use coreward_testbed::rss_emulation::attach_xdp_pass;
 use coreward_testbed::{Namespace, Process, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
@@ -21,45 +21,45 @@ use crate::support::eventually;
 
 /// Shell commands for new mount namespaces: /sys of the network namespace, the testbed's BPF file system, and an empty
 /// directory for sysctl's drop-in files. None of them is the host's. `$1`: directory to mount at.
-const ENTER_NAMESPACES: &str = "set -e; mount --bind /sys/fs/bpf \"$1\"; mount -t sysfs sysfs /sys; \
+const ENTER_NAMESPACES_SCRIPT: &str = "set -e; mount --bind /sys/fs/bpf \"$1\"; mount -t sysfs sysfs /sys; \
                      if [ -d /etc/sysctl.d ]; then mount -t tmpfs tmpfs /etc/sysctl.d; fi; ";
-const BPF_FILE_SYSTEM: &str = "mount --bind \"$1\" /sys/fs/bpf; ";
+const MOUNT_BPF_SCRIPT: &str = "mount --bind \"$1\" /sys/fs/bpf; ";
 /// Shell commands that print doctor's report, then a line with the exit code, then the drop-in file if it exists.
-const RUN_DOCTOR: &str =
+const RUN_DOCTOR_SCRIPT: &str =
     "shift; set +e; \"$@\"; code=$?; echo; echo \"exit $code\"; cat /etc/sysctl.d/90-coreward.conf 2>/dev/null; true";
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Conditions {
-    Plain,
+enum DoctorConditions {
+    Normal,
     WithoutBpfFileSystem,
-    FewFiles,
-    WithoutRights,
+    LowFileLimit,
+    WithoutCapabilities,
 }
 
 #[derive(Debug, Clone)]
 struct DoctorReport {
     /// Messages of the checks that found a warning or fault, by the name of the check.
     findings: BTreeMap<String, String>,
-    fixed: Vec<String>,
+    fix_messages: Vec<String>,
     is_success: bool,
-    drop_in: String,
+    sysctl_drop_in: String,
 }
 
 struct TestEnv {
     testbed: Testbed,
     mount_point: PathBuf,
-    nginx: Option<Process>,
+    nginx_process: Option<Process>,
     /// Differences from the expected reports, all printed at the end.
     failures: RefCell<Vec<String>>,
 }
 
 impl TestEnv {
-    fn doctor(&self, host: &Namespace, config: &Path, conditions: Conditions, more: &[&str]) -> DoctorReport {
-        let limits = match conditions {
-            Conditions::FewFiles => "ulimit -n 256; ",
+    fn run_doctor(&self, host: &Namespace, config: &Path, conditions: DoctorConditions, more: &[&str]) -> DoctorReport {
+        let limit_script = match conditions {
+            DoctorConditions::LowFileLimit => "ulimit -n 256; ",
             _ => "",
         };
-        let mounts = if conditions == Conditions::WithoutBpfFileSystem { "" } else { BPF_FILE_SYSTEM };
+        let mount_script = if conditions == DoctorConditions::WithoutBpfFileSystem { "" } else { MOUNT_BPF_SCRIPT };
         let mut command = Command::new("unshare");
         command.args([
             "--mount",
@@ -67,94 +67,99 @@ impl TestEnv {
             "private",
             "sh",
             "-c",
-            &format!("{ENTER_NAMESPACES}{mounts}{limits}{RUN_DOCTOR}"),
+            &format!("{ENTER_NAMESPACES_SCRIPT}{mount_script}{limit_script}{RUN_DOCTOR_SCRIPT}"),
             "sh",
         ]);
         command.arg(&self.mount_point);
-        if conditions == Conditions::WithoutRights {
+        if conditions == DoctorConditions::WithoutCapabilities {
             command.args(["setpriv", "--bounding-set", "-bpf,-perfmon,-sys_admin"]);
         }
         command.arg(coreward_testbed::fleet::coreward_command().unwrap());
         command.args(["doctor", "--format", "json", "--config"]).arg(config).args(more);
         command.stderr(Stdio::null());
-        let output = self.testbed.run(host, command).unwrap().stdout;
+        let output = self.testbed.run_command(host, command).unwrap().stdout;
         let output = String::from_utf8(output).unwrap();
         let (report, rest) = output.split_once("\nexit ").unwrap_or_else(|| panic!("{output}"));
         let (code, drop_in) = rest.split_once('\n').unwrap();
         let report: Value = serde_json::from_str(report).unwrap_or_else(|error| panic!("{error}: {report}"));
         let findings = report["findings"].as_array().unwrap().iter();
-        let words = |value: &Value| value.as_str().unwrap().to_owned();
-        let printed = DoctorReport {
+        let text_of = |value: &Value| value.as_str().unwrap().to_owned();
+        let doctor_report = DoctorReport {
             findings: findings
                 .filter(|finding| finding["severity"] == "warning" || finding["severity"] == "fault")
                 .map(|finding| {
-                    (words(&finding["check"]), format!("{}: {}", words(&finding["severity"]), words(&finding["found"])))
+                    (
+                        text_of(&finding["check"]),
+                        format!("{}: {}", text_of(&finding["severity"]), text_of(&finding["found"])),
+                    )
                 })
                 .collect(),
-            fixed: report["fixed"].as_array().unwrap().iter().map(words).collect(),
+            fix_messages: report["fixed"].as_array().unwrap().iter().map(text_of).collect(),
             is_success: code == "0",
-            drop_in: drop_in.to_owned(),
+            sysctl_drop_in: drop_in.to_owned(),
         };
-        let faults = printed.findings.values().any(|found| found.starts_with("fault"));
-        assert_eq!(printed.is_success, !faults, "the exit code is {code}: {printed:?}");
-        printed
+        let has_faults = doctor_report.findings.values().any(|found| found.starts_with("fault"));
+        assert_eq!(doctor_report.is_success, !has_faults, "the exit code is {code}: {doctor_report:?}");
+        doctor_report
     }
 
-    fn shell(&self, host: &Namespace, script: &str) {
+    fn run_script(&self, host: &Namespace, script: &str) {
         let mut command = Command::new("sh");
         command.args(["-ec", script]);
-        self.testbed.run(host, command).unwrap();
+        self.testbed.run_command(host, command).unwrap();
     }
 
-    fn record_unless(&self, holds: bool, otherwise: impl FnOnce() -> String) {
+    fn record_failure_unless(&self, holds: bool, otherwise: impl FnOnce() -> String) {
         if !holds {
             self.failures.borrow_mut().push(otherwise());
         }
     }
 
-    fn server(&self) -> &Namespace {
+    fn server_host(&self) -> &Namespace {
         self.testbed.server(1).unwrap()
     }
 
-    fn shell_with_sys(&self, host: &Namespace, script: &str) {
+    fn run_script_with_own_sys(&self, host: &Namespace, script: &str) {
         let mut command = Command::new("unshare");
-        let script = format!("mount -t sysfs sysfs /sys; {script}");
-        command.args(["--mount", "--propagation", "private", "sh", "-ec", &script]);
-        self.testbed.run(host, command).unwrap();
+        let script_with_mount = format!("mount -t sysfs sysfs /sys; {script}");
+        command.args(["--mount", "--propagation", "private", "sh", "-ec", &script_with_mount]);
+        self.testbed.run_command(host, command).unwrap();
     }
 
     /// Starts two nginx workers on both services' ports, each with its own CPU (`pinned`) or socket (`reuseport`).
-    fn serve(&mut self, pinned: bool, reuseport: bool) {
-        self.stop_serving();
+    fn start_nginx(&mut self, pinned: bool, reuseport: bool) {
+        self.stop_nginx();
         let directory = self.testbed.directory().join("doctor-nginx");
         fs::create_dir_all(&directory).unwrap();
-        let place = directory.display();
-        let affinity = if pinned { "worker_cpu_affinity auto;" } else { "" };
-        let reuseport = if reuseport { "reuseport" } else { "" };
-        let temporary: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
-            .map(|kind| format!("{kind}_temp_path {place}/{kind};\n"))
+        let directory_path = directory.display();
+        let affinity_line = if pinned { "worker_cpu_affinity auto;" } else { "" };
+        let reuseport_option = if reuseport { "reuseport" } else { "" };
+        let path_lines: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
+            .map(|kind| format!("{kind}_temp_path {directory_path}/{kind};\n"))
             .concat();
         let text = format!(
-            "user root; daemon off; worker_processes 2; {affinity} pid {place}/pid; error_log {place}/error.log; \
+            "user root; daemon off; worker_processes 2; {affinity_line} pid {directory_path}/pid; error_log \
+             {directory_path}/error.log; \
              events {{}}\n\
-             http {{ access_log off; {temporary} server {{ listen {VIP}:80 {reuseport}; listen {VIP}:81 {reuseport}; \
-             }} }}\n"
+             http \
+             {{ access_log off; {path_lines} server {{ listen {FIRST_VIP}:80 {reuseport_option}; \
+             listen {FIRST_VIP}:81 {reuseport_option}; }} }}\n"
         );
-        let configuration = directory.join("nginx.conf");
-        fs::write(&configuration, text).unwrap();
+        let config_path = directory.join("nginx.conf");
+        fs::write(&config_path, text).unwrap();
         let mut command = Command::new("nginx");
-        command.arg("-c").arg(&configuration).arg("-e").arg(directory.join("error.log"));
+        command.arg("-c").arg(&config_path).arg("-e").arg(directory.join("error.log"));
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        let nginx = self.testbed.spawn(self.server(), command).unwrap();
-        let children = format!("/proc/{0}/task/{0}/children", nginx.pid());
+        let nginx_process = self.testbed.spawn(self.server_host(), command).unwrap();
+        let children_path = format!("/proc/{0}/task/{0}/children", nginx_process.pid());
         eventually(Duration::from_secs(30), "nginx has two workers", || {
-            fs::read_to_string(&children).unwrap_or_default().split_whitespace().count() == 2
+            fs::read_to_string(&children_path).unwrap_or_default().split_whitespace().count() == 2
         });
-        self.nginx = Some(nginx);
+        self.nginx_process = Some(nginx_process);
     }
 
-    fn stop_serving(&mut self) {
-        if let Some(mut nginx) = self.nginx.take() {
+    fn stop_nginx(&mut self) {
+        if let Some(mut nginx) = self.nginx_process.take() {
             // Killing the master would leave the workers running.
             nginx.terminate(Duration::from_secs(30)).unwrap();
         }
@@ -163,64 +168,76 @@ impl TestEnv {
 
 /// Host with its configuration file, and doctor's report before any fault is injected.
 struct CheckedHost {
-    host: Namespace,
-    config: PathBuf,
-    baseline: DoctorReport,
+    namespace: Namespace,
+    config_path: PathBuf,
+    baseline_report: DoctorReport,
 }
 
 impl CheckedHost {
-    fn new(env: &TestEnv, host: &Namespace, config: PathBuf) -> Self {
-        let baseline = env.doctor(host, &config, Conditions::Plain, &[]);
-        assert!(baseline.is_success, "{}: {baseline:?}", config.display());
-        Self { host: host.clone(), config, baseline }
+    fn new(env: &TestEnv, host: &Namespace, config_path: PathBuf) -> Self {
+        let baseline_report = env.run_doctor(host, &config_path, DoctorConditions::Normal, &[]);
+        assert!(baseline_report.is_success, "{}: {baseline_report:?}", config_path.display());
+        Self { namespace: host.clone(), config_path, baseline_report }
     }
 
     /// Asserts that doctor finds the problem `check` in addition to the baseline, and nothing else.
-    fn assert_only_new_finding(&self, env: &TestEnv, what: &str, check: &str, conditions: Conditions, more: &[&str]) {
-        let printed = env.doctor(&self.host, &self.config, conditions, more);
-        let new: Vec<&String> =
-            printed.findings.keys().filter(|name| !self.baseline.findings.contains_key(*name)).collect();
-        env.record_unless(new == [check], || {
-            format!("{what}: expected {check} alone: {printed:?}; before: {:?}", self.baseline)
+    fn assert_only_new_finding(
+        &self,
+        env: &TestEnv,
+        what: &str,
+        check: &str,
+        conditions: DoctorConditions,
+        more: &[&str],
+    ) {
+        let doctor_report = env.run_doctor(&self.namespace, &self.config_path, conditions, more);
+        let new_findings: Vec<&String> =
+            doctor_report.findings.keys().filter(|name| !self.baseline_report.findings.contains_key(*name)).collect();
+        env.record_failure_unless(new_findings == [check], || {
+            format!("{what}: expected {check} alone: {doctor_report:?}; before: {:?}", self.baseline_report)
         });
-        println!("{what}: {check}, {:?}", printed.findings.get(check));
+        println!("{what}: {check}, {:?}", doctor_report.findings.get(check));
     }
 
     /// Returns this host with another configuration file: with replacements in the text, and `more` lines.
     fn with_replacements(&self, replace: &[(&str, &str)], more: &str) -> Self {
-        let mut text = fs::read_to_string(&self.config).unwrap();
+        let mut text = fs::read_to_string(&self.config_path).unwrap();
         for (from, to) in replace {
             assert!(text.contains(from), "{from}: {text}");
             text = text.replace(from, to);
         }
-        let config = self.config.with_extension("other.toml");
+        let config = self.config_path.with_extension("other.toml");
         fs::write(&config, format!("{more}{text}")).unwrap();
-        Self { host: self.host.clone(), config, baseline: self.baseline.clone() }
+        Self { namespace: self.namespace.clone(), config_path: config, baseline_report: self.baseline_report.clone() }
     }
 
     fn assert_no_new_finding(&self, env: &TestEnv, after: &str) {
-        let printed = env.doctor(&self.host, &self.config, Conditions::Plain, &[]);
-        let names = |printed: &DoctorReport| printed.findings.keys().cloned().collect::<Vec<_>>();
-        env.record_unless(names(&printed) == names(&self.baseline), || format!("after {after}: {printed:?}"));
+        let doctor_report = env.run_doctor(&self.namespace, &self.config_path, DoctorConditions::Normal, &[]);
+        let check_names = |printed: &DoctorReport| printed.findings.keys().cloned().collect::<Vec<_>>();
+        env.record_failure_unless(check_names(&doctor_report) == check_names(&self.baseline_report), || {
+            format!("after {after}: {doctor_report:?}")
+        });
     }
 
     /// Injects a fault by a shell script, asserts that doctor detects it, and undoes it by another script.
     fn assert_detected(&self, env: &TestEnv, check: &str, inject: &str, undo: &str) {
-        env.shell(&self.host, inject);
-        self.assert_only_new_finding(env, inject, check, Conditions::Plain, &[]);
-        env.shell(&self.host, undo);
+        env.run_script(&self.namespace, inject);
+        self.assert_only_new_finding(env, inject, check, DoctorConditions::Normal, &[]);
+        env.run_script(&self.namespace, undo);
         self.assert_no_new_finding(env, inject);
     }
 
     /// Asserts that doctor detects a fault, and that `--fix` repairs the fault and reports that.
-    fn assert_fixed(&self, env: &TestEnv, check: &str, inject: &str, conditions: Conditions) -> DoctorReport {
+    fn assert_fixed(&self, env: &TestEnv, check: &str, inject: &str, conditions: DoctorConditions) -> DoctorReport {
         self.assert_only_new_finding(env, inject, check, conditions, &[]);
-        let printed = env.doctor(&self.host, &self.config, conditions, &["--fix"]);
-        env.record_unless(!printed.findings.contains_key(check), || format!("{inject}: not fixed: {printed:?}"));
-        let done = !printed.fixed.is_empty() && printed.fixed.iter().all(|line| !line.starts_with("NOT"));
-        env.record_unless(done, || format!("{inject}: {printed:?}"));
-        println!("{inject}: {}", printed.fixed.join("; "));
-        printed
+        let doctor_report = env.run_doctor(&self.namespace, &self.config_path, conditions, &["--fix"]);
+        env.record_failure_unless(!doctor_report.findings.contains_key(check), || {
+            format!("{inject}: not fixed: {doctor_report:?}")
+        });
+        let is_fixed = !doctor_report.fix_messages.is_empty()
+            && doctor_report.fix_messages.iter().all(|line| !line.starts_with("NOT"));
+        env.record_failure_unless(is_fixed, || format!("{inject}: {doctor_report:?}"));
+        println!("{inject}: {}", doctor_report.fix_messages.join("; "));
+        doctor_report
     }
 }
 
@@ -228,42 +245,44 @@ impl CheckedHost {
 fn start_env() -> (TestEnv, Fleet, CheckedHost, CheckedHost, CheckedHost) {
     let options = TestbedOptions { instance: "doctor".to_owned(), servers: 1, cores: 2, ..TestbedOptions::default() };
     let mut testbed = Testbed::create(options).unwrap();
-    let by_lb = format!("\n[[service]]\nname = \"old\"\nvip = \"{VIP}:81\"\npolicy = \"rr\"\ntimestamps = \"lb\"\n");
+    let lb_stamped_service =
+        format!("\n[[service]]\nname = \"old\"\nvip = \"{FIRST_VIP}:81\"\npolicy = \"rr\"\ntimestamps = \"lb\"\n");
     testbed.server(1).unwrap().set_sysctls(&[("ipv4/tcp_timestamps", "2")]).unwrap();
-    let routes =
+    let server_routes =
         [("ipv4/ip_forward", "1"), ("ipv4/conf/all/send_redirects", "0"), ("ipv4/conf/eth0/send_redirects", "0")];
-    testbed.load_balancer(1).unwrap().set_sysctls(&routes).unwrap();
-    let fleet = FleetOptions { fleet_text: by_lb, runs_agents: false, ..FleetOptions::default() };
-    let fleet = Fleet::start(&testbed, fleet).unwrap();
+    testbed.load_balancer(1).unwrap().set_sysctls(&server_routes).unwrap();
+    let fleet_options = FleetOptions { fleet_text: lb_stamped_service, runs_agents: false, ..FleetOptions::default() };
+    let fleet = Fleet::start(&testbed, fleet_options).unwrap();
     // A load balancer without a daemon, which doctor checks before the first start.
-    let second = testbed.add_load_balancer().unwrap();
-    testbed.load_balancer(second).unwrap().set_sysctls(&routes).unwrap();
+    let second_lb = testbed.add_load_balancer().unwrap();
+    testbed.load_balancer(second_lb).unwrap().set_sysctls(&server_routes).unwrap();
     let directory = testbed.directory();
     let text = fs::read_to_string(directory.join("lb1.toml")).unwrap().replace("lb1", "lb2");
     fs::write(directory.join("doctor-lb2.toml"), text).unwrap();
-    let pins = testbed.pin_directory().join("doctor-s1");
-    let agent = format!(
-        "server = \"s1\"\ncontroller = \"{}\"\ninterface = \"{DEVICE}\"\npin_directory = \"{}\"\nmanage_timestamps = \
+    let pin_directory = testbed.pin_directory().join("doctor-s1");
+    let agent_config = format!(
+        "server = \"s1\"\ncontroller = \"{}\"\ninterface = \"{HOST_DEVICE}\"\npin_directory = \
+         \"{}\"\nmanage_timestamps = \
          false\n\
          rss = {{ source = \"testbed\", path = \"{}\" }}\n",
         first_controller_address(),
-        pins.display(),
+        pin_directory.display(),
         testbed.emulated_rss_path(1).display(),
     );
-    fs::write(directory.join("doctor-s1.toml"), agent).unwrap();
+    fs::write(directory.join("doctor-s1.toml"), agent_config).unwrap();
     let mount_point = directory.join("doctor-bpf");
     fs::create_dir_all(&mount_point).unwrap();
-    let mut env = TestEnv { testbed, mount_point, nginx: None, failures: RefCell::default() };
-    env.serve(true, true);
-    let server = CheckedHost::new(&env, env.server(), directory.join("doctor-s1.toml"));
-    let balancer =
-        CheckedHost::new(&env, env.testbed.load_balancer(second).unwrap(), directory.join("doctor-lb2.toml"));
-    let controller = CheckedHost::new(&env, env.testbed.controller(), directory.join("controller.toml"));
-    (env, fleet, server, balancer, controller)
+    let mut env = TestEnv { testbed, mount_point, nginx_process: None, failures: RefCell::default() };
+    env.start_nginx(true, true);
+    let server = CheckedHost::new(&env, env.server_host(), directory.join("doctor-s1.toml"));
+    let lb_host =
+        CheckedHost::new(&env, env.testbed.load_balancer(second_lb).unwrap(), directory.join("doctor-lb2.toml"));
+    let controller_host = CheckedHost::new(&env, env.testbed.controller(), directory.join("controller.toml"));
+    (env, fleet, server, lb_host, controller_host)
 }
 
 #[test]
-fn every_injected_misconfiguration_is_named() {
+fn doctor_names_every_injected_misconfiguration() {
     skip_if!(missing_testbed_rights());
     let (mut env, mut fleet, server, balancer, controller) = start_env();
     check_server_addresses(&env, &server);
@@ -274,230 +293,281 @@ fn every_injected_misconfiguration_is_named() {
     check_controller_settings(&env, &controller);
 
     // Running daemons cause no fault either.
-    let at_work = env.doctor(
+    let doctor_report = env.run_doctor(
         env.testbed.load_balancer(1).unwrap(),
         &env.testbed.directory().join("lb1.toml"),
-        Conditions::Plain,
+        DoctorConditions::Normal,
         &[],
     );
-    assert!(at_work.is_success, "{at_work:?}");
+    assert!(doctor_report.is_success, "{doctor_report:?}");
     fleet.start_agent(&env.testbed, 1).unwrap();
-    let agent = env.testbed.directory().join("agent-s1.toml");
-    let pins = env.testbed.pin_directory().join("agent-s1/server/state");
-    eventually(Duration::from_secs(30), "the agent has pinned its state", || pins.exists());
-    let at_work = env.doctor(env.server(), &agent, Conditions::Plain, &[]);
-    assert!(at_work.is_success, "{at_work:?}");
+    let agent_config_path = env.testbed.directory().join("agent-s1.toml");
+    let state_pin = env.testbed.pin_directory().join("agent-s1/server/state");
+    eventually(Duration::from_secs(30), "the agent has pinned its state", || state_pin.exists());
+    let doctor_report = env.run_doctor(env.server_host(), &agent_config_path, DoctorConditions::Normal, &[]);
+    assert!(doctor_report.is_success, "{doctor_report:?}");
     check_frames_dropped_by_veth(&env);
     let failures = env.failures.take();
     assert!(failures.is_empty(), "{}", failures.join("\n"));
-    env.stop_serving();
-    fleet.daemon("controller").unwrap().signal(Signal::SIGTERM).unwrap();
+    env.stop_nginx();
+    fleet.daemon("controller").unwrap().send_signal(Signal::SIGTERM).unwrap();
 }
 
 /// Checks a running load balancer whose switch drops the frames sent by XDP. It must be the last check, because the
 /// driver's counter keeps its value.
 fn check_frames_dropped_by_veth(env: &TestEnv) {
-    env.shell(env.testbed.switch(), "ip link set dev lb1 xdp off; ethtool -K lb1 gro off");
+    env.run_script(env.testbed.switch(), "ip link set dev lb1 xdp off; ethtool -K lb1 gro off");
     let config = env.testbed.directory().join("lb1.toml");
-    let connect = || {
-        let address = coreward_testbed::addresses::SERVICE_ADDRESS.into();
-        Ok(std::net::TcpStream::connect_timeout(&address, Duration::from_millis(300)).is_ok())
+    let can_connect = || {
+        let service_address = coreward_testbed::addresses::SERVICE_ADDRESS.into();
+        Ok(std::net::TcpStream::connect_timeout(&service_address, Duration::from_millis(300)).is_ok())
     };
     eventually(Duration::from_secs(30), "frames are dropped and named", || {
-        assert!(!env.testbed.client().within(connect).unwrap(), "a connection through a switch that takes no frames");
-        let report = env.doctor(env.testbed.load_balancer(1).unwrap(), &config, Conditions::Plain, &[]);
+        assert!(
+            !env.testbed.client().run_within(can_connect).unwrap(),
+            "a connection through a switch that takes no frames"
+        );
+        let report = env.run_doctor(env.testbed.load_balancer(1).unwrap(), &config, DoctorConditions::Normal, &[]);
         report.findings.contains_key("xdp-send")
     });
     // With GRO alone, veth accepts the frames and delivers none.
-    env.shell(env.testbed.switch(), "ethtool -K lb1 gro on");
-    let report = env.doctor(env.testbed.load_balancer(1).unwrap(), &config, Conditions::Plain, &[]);
-    let found = report.findings.get("xdp-send").is_some_and(|found| found.contains("has no XDP program"));
-    env.record_unless(found, || format!("GRO alone at the other end of a veth: {report:?}"));
+    env.run_script(env.testbed.switch(), "ethtool -K lb1 gro on");
+    let report = env.run_doctor(env.testbed.load_balancer(1).unwrap(), &config, DoctorConditions::Normal, &[]);
+    let is_found = report.findings.get("xdp-send").is_some_and(|found| found.contains("has no XDP program"));
+    env.record_failure_unless(is_found, || format!("GRO alone at the other end of a veth: {report:?}"));
 }
 
 fn check_server_addresses(env: &TestEnv, server: &CheckedHost) {
-    let add = format!("ip address add {VIP}/32 dev lo");
-    server.assert_detected(env, "vip", &format!("ip address delete {VIP}/32 dev lo"), &add);
-    let on_device = format!("ip address add {VIP}/32 dev {DEVICE}");
-    server.assert_detected(env, "vip", &on_device, &format!("ip address delete {VIP}/32 dev {DEVICE}"));
+    let add_vip_command = format!("ip address add {FIRST_VIP}/32 dev lo");
+    server.assert_detected(env, "vip", &format!("ip address delete {FIRST_VIP}/32 dev lo"), &add_vip_command);
+    let vip_on_device_command = format!("ip address add {FIRST_VIP}/32 dev {HOST_DEVICE}");
+    server.assert_detected(
+        env,
+        "vip",
+        &vip_on_device_command,
+        &format!("ip address delete {FIRST_VIP}/32 dev {HOST_DEVICE}"),
+    );
     for (check, name, right) in [("arp-ignore", "arp_ignore", "1"), ("arp-announce", "arp_announce", "2")] {
-        let set = |device: &str, value: &str| format!("echo {value} > /proc/sys/net/ipv4/conf/{device}/{name}");
-        env.shell(&server.host, &set("all", "0"));
-        let printed = server.assert_fixed(env, check, &set("all", "0"), Conditions::Plain);
+        let set_sysctl_command =
+            |device: &str, value: &str| format!("echo {value} > /proc/sys/net/ipv4/conf/{device}/{name}");
+        env.run_script(&server.namespace, &set_sysctl_command("all", "0"));
+        let doctor_report = server.assert_fixed(env, check, &set_sysctl_command("all", "0"), DoctorConditions::Normal);
         if Path::new("/etc/sysctl.d").is_dir() {
-            env.record_unless(
-                printed.drop_in.contains(&format!("\nnet.ipv4.conf.{DEVICE}.{name} = {right}\n")),
-                || format!("{printed:?}"),
+            env.record_failure_unless(
+                doctor_report.sysctl_drop_in.contains(&format!("\nnet.ipv4.conf.{HOST_DEVICE}.{name} = {right}\n")),
+                || format!("{doctor_report:?}"),
             );
         }
-        env.shell(&server.host, &format!("{}; {}", set("all", right), set(DEVICE, "0")));
+        env.run_script(
+            &server.namespace,
+            &format!("{}; {}", set_sysctl_command("all", right), set_sysctl_command(HOST_DEVICE, "0")),
+        );
         server.assert_no_new_finding(env, name);
     }
 }
 
 fn check_server_kernel(env: &TestEnv, server: &CheckedHost) {
-    let conf = format!("/proc/sys/net/ipv4/conf/{DEVICE}");
+    let sysctl_directory = format!("/proc/sys/net/ipv4/conf/{HOST_DEVICE}");
     server.assert_detected(
         env,
         "rp-filter",
-        &format!("echo 1 > {conf}/rp_filter"),
-        &format!("echo 0 > {conf}/rp_filter"),
+        &format!("echo 1 > {sysctl_directory}/rp_filter"),
+        &format!("echo 0 > {sysctl_directory}/rp_filter"),
     );
-    let timestamps = "/proc/sys/net/ipv4/tcp_timestamps";
-    server.assert_detected(env, "tcp-timestamps", &format!("echo 1 > {timestamps}"), &format!("echo 2 > {timestamps}"));
+    let timestamps_sysctl = "/proc/sys/net/ipv4/tcp_timestamps";
+    server.assert_detected(
+        env,
+        "tcp-timestamps",
+        &format!("echo 1 > {timestamps_sysctl}"),
+        &format!("echo 2 > {timestamps_sysctl}"),
+    );
 
-    let steer = format!("echo 3 > /sys/class/net/{DEVICE}/queues/rx-0/rps_cpus");
+    let steering_command = format!("echo 3 > /sys/class/net/{HOST_DEVICE}/queues/rx-0/rps_cpus");
     if std::thread::available_parallelism().is_ok_and(|cpus| cpus.get() > 1) {
-        env.shell_with_sys(&server.host, &steer);
-        server.assert_fixed(env, "rps", &steer, Conditions::Plain);
-        server.assert_no_new_finding(env, &steer);
+        env.run_script_with_own_sys(&server.namespace, &steering_command);
+        server.assert_fixed(env, "rps", &steering_command, DoctorConditions::Normal);
+        server.assert_no_new_finding(env, &steering_command);
         server.assert_detected(
             env,
             "queues",
-            &format!("ethtool -L {DEVICE} rx 1"),
-            &format!("ethtool -L {DEVICE} rx 2"),
+            &format!("ethtool -L {HOST_DEVICE} rx 1"),
+            &format!("ethtool -L {HOST_DEVICE} rx 2"),
         );
     }
-    let chain = "nft add table ip doctor; nft 'add chain ip doctor input \
+    let add_chain_command = "nft add table ip doctor; nft 'add chain ip doctor input \
                  { type filter hook input priority 0; policy accept; }'";
-    let remove = "nft delete table ip doctor";
-    let track = format!("{chain}; nft add rule ip doctor input ct state established accept");
-    server.assert_detected(env, "conntrack", &track, remove);
-    let lets_in = format!("nft add rule ip doctor input ip saddr {CONTROLLER_ADDRESS} accept");
-    let drop = "nft 'add chain ip doctor input { type filter hook input priority 0; policy drop; }'";
-    server.assert_detected(env, "firewall", &format!("{chain}; {lets_in}; {drop}"), remove);
+    let delete_table_command = "nft delete table ip doctor";
+    let track_connections_command =
+        format!("{add_chain_command}; nft add rule ip doctor input ct state established accept");
+    server.assert_detected(env, "conntrack", &track_connections_command, delete_table_command);
+    let accept_controller_command = format!("nft add rule ip doctor input ip saddr {CONTROLLER_ADDRESS} accept");
+    let drop_all_command = "nft 'add chain ip doctor input { type filter hook input priority 0; policy drop; }'";
+    server.assert_detected(
+        env,
+        "firewall",
+        &format!("{add_chain_command}; {accept_controller_command}; {drop_all_command}"),
+        delete_table_command,
+    );
 
-    let state = env.testbed.pin_directory().join("doctor-s1/server/state");
-    fs::create_dir_all(state.parent().unwrap()).unwrap();
+    let state_pin = env.testbed.pin_directory().join("doctor-s1/server/state");
+    fs::create_dir_all(state_pin.parent().unwrap()).unwrap();
     let options =
         libbpf_sys::bpf_map_create_opts { sz: size_of::<libbpf_sys::bpf_map_create_opts>() as _, ..Default::default() };
-    let mut older = MapHandle::create(MapType::Array, Some("state"), 4, 64, 1, &options).unwrap();
-    older.pin(&state).unwrap();
+    let mut old_state_map = MapHandle::create(MapType::Array, Some("state"), 4, 64, 1, &options).unwrap();
+    old_state_map.pin(&state_pin).unwrap();
     server.assert_only_new_finding(
         env,
         "a map of 64 bytes is pinned as the server's state",
         "pins",
-        Conditions::Plain,
+        DoctorConditions::Normal,
         &[],
     );
-    fs::remove_file(&state).unwrap();
+    fs::remove_file(&state_pin).unwrap();
     server.assert_no_new_finding(env, "pins");
-    let nobody = format!("{CONTROLLER_ADDRESS}:7399");
+    let unused_address = format!("{CONTROLLER_ADDRESS}:7399");
     server.assert_only_new_finding(
         env,
         "a port at which no controller listens",
         "controller",
-        Conditions::Plain,
-        &["--controller", &nobody],
+        DoctorConditions::Normal,
+        &["--controller", &unused_address],
     );
 }
 
 fn check_server_workers(env: &mut TestEnv, server: &CheckedHost) {
-    env.stop_serving();
-    server.assert_only_new_finding(env, "no process listens", "listeners", Conditions::Plain, &[]);
-    env.serve(true, false);
-    server.assert_only_new_finding(env, "sockets without SO_REUSEPORT", "listeners", Conditions::Plain, &[]);
+    env.stop_nginx();
+    server.assert_only_new_finding(env, "no process listens", "listeners", DoctorConditions::Normal, &[]);
+    env.start_nginx(true, false);
+    server.assert_only_new_finding(env, "sockets without SO_REUSEPORT", "listeners", DoctorConditions::Normal, &[]);
     // On a machine with one CPU every worker is pinned.
     if std::thread::available_parallelism().is_ok_and(|cpus| cpus.get() > 1) {
-        env.serve(false, true);
-        server.assert_only_new_finding(env, "workers that are not pinned", "workers", Conditions::Plain, &[]);
+        env.start_nginx(false, true);
+        server.assert_only_new_finding(env, "workers that are not pinned", "workers", DoctorConditions::Normal, &[]);
     }
-    env.serve(true, true);
+    env.start_nginx(true, true);
     server.assert_no_new_finding(env, "workers");
-    let pid = env.testbed.directory().join("polling.pid");
-    let polls = "timeout 60 taskset -c 0 sh -c 'while :; do :; done'";
-    let inject = format!("{polls} > /dev/null 2>&1 & echo $! > {}", pid.display());
-    server.assert_detected(env, "polling", &inject, &format!("kill $(cat {})", pid.display()));
+    let pid_file = env.testbed.directory().join("polling.pid");
+    let poll_command = "timeout 60 taskset -c 0 sh -c 'while :; do :; done'";
+    let inject_command = format!("{poll_command} > /dev/null 2>&1 & echo $! > {}", pid_file.display());
+    server.assert_detected(env, "polling", &inject_command, &format!("kill $(cat {})", pid_file.display()));
 }
 
 fn check_load_balancer(env: &TestEnv, balancer: &CheckedHost) {
-    balancer.assert_only_new_finding(env, "ulimit -n 256", "open-files", Conditions::FewFiles, &[]);
-    balancer.assert_only_new_finding(env, "no CAP_BPF, no CAP_PERFMON", "rights", Conditions::WithoutRights, &[]);
-    balancer.assert_fixed(env, "bpf-file-system", "no BPF file system", Conditions::WithoutBpfFileSystem);
+    balancer.assert_only_new_finding(env, "ulimit -n 256", "open-files", DoctorConditions::LowFileLimit, &[]);
+    balancer.assert_only_new_finding(
+        env,
+        "no CAP_BPF, no CAP_PERFMON",
+        "rights",
+        DoctorConditions::WithoutCapabilities,
+        &[],
+    );
+    balancer.assert_fixed(env, "bpf-file-system", "no BPF file system", DoctorConditions::WithoutBpfFileSystem);
     balancer.assert_only_new_finding(
         env,
         "an interface that is not there",
         "interface",
-        Conditions::Plain,
+        DoctorConditions::Normal,
         &["--interface", "nonexistent0"],
     );
-    attach_xdp_pass(&balancer.host, DEVICE).unwrap();
-    balancer.assert_only_new_finding(env, "another XDP program", "xdp", Conditions::Plain, &[]);
-    env.shell(&balancer.host, &format!("ip link set dev {DEVICE} xdp off"));
+    attach_xdp_pass(&balancer.namespace, HOST_DEVICE).unwrap();
+    balancer.assert_only_new_finding(env, "another XDP program", "xdp", DoctorConditions::Normal, &[]);
+    env.run_script(&balancer.namespace, &format!("ip link set dev {HOST_DEVICE} xdp off"));
     balancer.assert_no_new_finding(env, "xdp");
     // With an XDP program at either end, veth rejects such an MTU.
-    env.shell(env.testbed.switch(), "ip link set dev lb2 xdp off");
-    env.shell(&balancer.host, &format!("ip link set dev {DEVICE} mtu 9000"));
-    let native = balancer.with_replacements(&[], "xdp_mode = \"native\"\n");
-    native.assert_only_new_finding(env, "an MTU of 9000", "mtu", Conditions::Plain, &[]);
-    env.shell(&balancer.host, &format!("ip link set dev {DEVICE} mtu 1500"));
+    env.run_script(env.testbed.switch(), "ip link set dev lb2 xdp off");
+    env.run_script(&balancer.namespace, &format!("ip link set dev {HOST_DEVICE} mtu 9000"));
+    let native_mode_host = balancer.with_replacements(&[], "xdp_mode = \"native\"\n");
+    native_mode_host.assert_only_new_finding(env, "an MTU of 9000", "mtu", DoctorConditions::Normal, &[]);
+    env.run_script(&balancer.namespace, &format!("ip link set dev {HOST_DEVICE} mtu 1500"));
     balancer.assert_no_new_finding(env, "mtu");
 }
 
 fn check_load_balancer_addresses(env: &TestEnv, balancer: &CheckedHost) {
-    let conf = format!("/proc/sys/net/ipv4/conf/{DEVICE}");
-    let delete = format!("ip address delete {VIP}/32 dev {DEVICE}");
-    balancer.assert_detected(env, "vip", &format!("ip address add {VIP}/32 dev {DEVICE}"), &delete);
-    let own = load_balancer_address(2);
-    let narrow = format!(
-        "ip address delete {own}/16 dev {DEVICE}; ip address add {own}/24 dev {DEVICE}; ip route add \
-         {CONTROLLER_ADDRESS} dev {DEVICE}"
+    let sysctl_directory = format!("/proc/sys/net/ipv4/conf/{HOST_DEVICE}");
+    let delete_address_command = format!("ip address delete {FIRST_VIP}/32 dev {HOST_DEVICE}");
+    balancer.assert_detected(
+        env,
+        "vip",
+        &format!("ip address add {FIRST_VIP}/32 dev {HOST_DEVICE}"),
+        &delete_address_command,
     );
-    let wide = format!(
-        "ip route delete {CONTROLLER_ADDRESS}; ip address delete {own}/24 dev {DEVICE}; ip address add {own}/16 dev \
-         {DEVICE}"
+    let own_address = load_balancer_address(2);
+    let narrow_prefix_command = format!(
+        "ip address delete {own_address}/16 dev {HOST_DEVICE}; ip address add {own_address}/24 dev {HOST_DEVICE}; ip \
+         route add \
+         {CONTROLLER_ADDRESS} dev {HOST_DEVICE}"
     );
-    balancer.assert_detected(env, "segment", &narrow, &wide);
+    let wide_prefix_command = format!(
+        "ip route delete {CONTROLLER_ADDRESS}; ip address delete {own_address}/24 dev {HOST_DEVICE}; ip address add \
+         {own_address}/16 dev \
+         {HOST_DEVICE}"
+    );
+    balancer.assert_detected(env, "segment", &narrow_prefix_command, &wide_prefix_command);
     balancer.assert_detected(
         env,
         "forwarding",
-        &format!("echo 0 > {conf}/forwarding"),
-        &format!("echo 1 > {conf}/forwarding"),
+        &format!("echo 0 > {sysctl_directory}/forwarding"),
+        &format!("echo 1 > {sysctl_directory}/forwarding"),
     );
     balancer.assert_detected(
         env,
         "rp-filter",
-        &format!("echo 1 > {conf}/rp_filter"),
-        &format!("echo 0 > {conf}/rp_filter"),
+        &format!("echo 1 > {sysctl_directory}/rp_filter"),
+        &format!("echo 0 > {sysctl_directory}/rp_filter"),
     );
-    let redirects = "echo 1 > /proc/sys/net/ipv4/conf/all/send_redirects";
-    env.shell(&balancer.host, redirects);
-    balancer.assert_fixed(env, "send-redirects", redirects, Conditions::Plain);
-    balancer.assert_no_new_finding(env, redirects);
+    let redirects_command = "echo 1 > /proc/sys/net/ipv4/conf/all/send_redirects";
+    env.run_script(&balancer.namespace, redirects_command);
+    balancer.assert_fixed(env, "send-redirects", redirects_command, DoctorConditions::Normal);
+    balancer.assert_no_new_finding(env, redirects_command);
 }
 
 fn check_controller_settings(env: &TestEnv, controller: &CheckedHost) {
-    let store = env.testbed.directory().join("controller.redb");
-    let readable = format!("chmod 644 {}", store.display());
-    env.shell(&controller.host, &readable);
-    controller.assert_fixed(env, "store", &readable, Conditions::Plain);
-    controller.assert_no_new_finding(env, &readable);
-    let missing = store.with_file_name("no/controller.redb");
-    let elsewhere = controller.with_replacements(&[(store.to_str().unwrap(), missing.to_str().unwrap())], "");
-    elsewhere.assert_only_new_finding(env, "the store's directory is missing", "store", Conditions::Plain, &[]);
-    check_store_on_another_disk(env, controller, &store);
-    let listen = [(first_controller_address(), "192.0.2.1:7400")];
-    let elsewhere = controller.with_replacements(&[(&listen[0].0, listen[0].1)], "");
-    elsewhere.assert_only_new_finding(env, "an address of another machine", "listen", Conditions::Plain, &[]);
+    let store_path = env.testbed.directory().join("controller.redb");
+    let make_readable_command = format!("chmod 644 {}", store_path.display());
+    env.run_script(&controller.namespace, &make_readable_command);
+    controller.assert_fixed(env, "store", &make_readable_command, DoctorConditions::Normal);
+    controller.assert_no_new_finding(env, &make_readable_command);
+    let missing_store_path = store_path.with_file_name("no/controller.redb");
+    let host_with_missing_store =
+        controller.with_replacements(&[(store_path.to_str().unwrap(), missing_store_path.to_str().unwrap())], "");
+    host_with_missing_store.assert_only_new_finding(
+        env,
+        "the store's directory is missing",
+        "store",
+        DoctorConditions::Normal,
+        &[],
+    );
+    check_store_on_another_disk(env, controller, &store_path);
+    let address_replacement = [(first_controller_address(), "192.0.2.1:7400")];
+    let host_with_wrong_address =
+        controller.with_replacements(&[(&address_replacement[0].0, address_replacement[0].1)], "");
+    host_with_wrong_address.assert_only_new_finding(
+        env,
+        "an address of another machine",
+        "listen",
+        DoctorConditions::Normal,
+        &[],
+    );
 }
 
 fn check_store_on_another_disk(env: &TestEnv, controller: &CheckedHost, store: &Path) {
-    let disk = Disk::mount(env.testbed.directory().join("doctor-disk"));
-    let on_disk = disk.0.join("controller.redb");
-    fs::copy(store, &on_disk).unwrap();
-    let controller = controller.with_replacements(&[(store.to_str().unwrap(), on_disk.to_str().unwrap())], "");
-    controller.assert_no_new_finding(env, "a store on another disk");
-    let fill = disk.0.join("fill");
-    let full = format!("cat /dev/zero > {0} 2> /dev/null || test -s {0}", fill.display());
-    controller.assert_detected(env, "store", &full, &format!("rm {}", fill.display()));
-    let remount = |mode: &str| format!("mount -o remount,{mode} {}", disk.0.display());
-    controller.assert_detected(env, "store", &remount("ro"), &remount("rw"));
+    let mounted_disk = MountedDisk::mount(env.testbed.directory().join("doctor-disk"));
+    let store_on_disk = mounted_disk.0.join("controller.redb");
+    fs::copy(store, &store_on_disk).unwrap();
+    let host_with_store_on_disk =
+        controller.with_replacements(&[(store.to_str().unwrap(), store_on_disk.to_str().unwrap())], "");
+    host_with_store_on_disk.assert_no_new_finding(env, "a store on another disk");
+    let filler_path = mounted_disk.0.join("fill");
+    let fill_disk_command = format!("cat /dev/zero > {0} 2> /dev/null || test -s {0}", filler_path.display());
+    host_with_store_on_disk.assert_detected(env, "store", &fill_disk_command, &format!("rm {}", filler_path.display()));
+    let remount_command = |mode: &str| format!("mount -o remount,{mode} {}", mounted_disk.0.display());
+    host_with_store_on_disk.assert_detected(env, "store", &remount_command("ro"), &remount_command("rw"));
 }
 
 /// Small file system of 16 MiB, which is unmounted when dropped.
-struct Disk(PathBuf);
+struct MountedDisk(PathBuf);
 
-impl Disk {
+impl MountedDisk {
     fn mount(place: PathBuf) -> Self {
         fs::create_dir_all(&place).unwrap();
         let options = Some("size=16m,mode=700");
@@ -506,7 +576,7 @@ impl Disk {
     }
 }
 
-impl Drop for Disk {
+impl Drop for MountedDisk {
     fn drop(&mut self) {
         umount2(&self.0, MntFlags::MNT_DETACH).unwrap();
     }

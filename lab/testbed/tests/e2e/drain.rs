@@ -7,58 +7,61 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 use coreward_testbed::fleet::{Fleet, FleetOptions, coreward_command};
-use coreward_testbed::nginx::Nginx;
+use coreward_testbed::nginx::NginxServer;
 use coreward_testbed::process::Process;
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-use crate::support::{OpenConnections, assert_answered, eventually, open_at_each, open_keepalive_connections};
+use crate::support::{
+    ConnectionsAndWorkers, assert_answered, eventually, open_at_each_server, open_keepalive_connections,
+};
 
 /// Fleet of two servers with nginx. The fields are dropped in this order, the testbed last.
 struct TestEnv {
     fleet: Fleet,
-    _nginx: Vec<Nginx>,
+    _nginx_servers: Vec<NginxServer>,
     testbed: Testbed,
 }
 
 impl TestEnv {
     fn start(instance: &str) -> Self {
-        Self::start_with(instance, FleetOptions::default())
+        Self::start_with_options(instance, FleetOptions::default())
     }
 
-    fn start_with(instance: &str, fleet: FleetOptions) -> Self {
+    fn start_with_options(instance: &str, fleet: FleetOptions) -> Self {
         let options = TestbedOptions { instance: instance.to_owned(), servers: 2, ..Default::default() };
         let testbed = Testbed::create(options).unwrap();
-        let nginx = testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
-        let fleet = FleetOptions { policy: "rr".to_owned(), ..fleet };
-        let fleet = Fleet::start(&testbed, fleet).unwrap();
-        Self { fleet, _nginx: nginx, testbed }
+        let nginx_servers =
+            testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
+        let fleet_options = FleetOptions { policy: "rr".to_owned(), ..fleet };
+        let fleet = Fleet::start(&testbed, fleet_options).unwrap();
+        Self { fleet, _nginx_servers: nginx_servers, testbed }
     }
 
     fn is_only_server(&self, server: u16) -> bool {
         open_keepalive_connections(&self.testbed, 10).iter().all(|(_, answerer)| answerer.server == server)
     }
 
-    fn command(&self, arguments: &[&str]) -> Command {
+    fn coreward_command_for(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(coreward_command().unwrap());
         command.args(arguments).env("COREWARD_TOKEN_FILE", self.testbed.directory().join("operator.token"));
         command
     }
 
     /// Runs `coreward ARGUMENTS`. Returns its output, or its error message.
-    fn coreward(&self, arguments: &[&str]) -> Result<String, String> {
-        let output = self.testbed.run(self.testbed.controller(), self.command(arguments));
+    fn run_coreward(&self, arguments: &[&str]) -> Result<String, String> {
+        let output = self.testbed.run_command(self.testbed.controller(), self.coreward_command_for(arguments));
         output.map(|output| String::from_utf8(output.stdout).unwrap()).map_err(|error| format!("{error:#}"))
     }
 
     /// Starts `coreward ARGUMENTS` in the background, with its output in a file.
     fn spawn_coreward(&self, name: &str, arguments: &[&str]) -> BackgroundCommand {
-        let printed = self.testbed.directory().join(format!("{name}.txt"));
-        let file = File::create(&printed).unwrap();
-        let mut command = self.command(arguments);
-        command.stdin(Stdio::null()).stdout(file.try_clone().unwrap()).stderr(file);
-        BackgroundCommand { process: self.testbed.spawn(self.testbed.controller(), command).unwrap(), printed }
+        let output_path = self.testbed.directory().join(format!("{name}.txt"));
+        let output_file = File::create(&output_path).unwrap();
+        let mut command = self.coreward_command_for(arguments);
+        command.stdin(Stdio::null()).stdout(output_file.try_clone().unwrap()).stderr(output_file);
+        BackgroundCommand { process: self.testbed.spawn(self.testbed.controller(), command).unwrap(), output_path }
     }
 
     fn server_status(&self, server: &str) -> Value {
@@ -67,192 +70,206 @@ impl TestEnv {
         servers.iter().find(|known| known["name"] == server).unwrap().clone()
     }
 
-    fn state(&self, server: &str) -> String {
+    fn server_state(&self, server: &str) -> String {
         self.server_status(server)["state"].as_str().unwrap().to_owned()
     }
 }
 
 struct BackgroundCommand {
     process: Process,
-    printed: PathBuf,
+    output_path: PathBuf,
 }
 
 impl BackgroundCommand {
     fn output(&self) -> String {
-        fs::read_to_string(&self.printed).unwrap()
+        fs::read_to_string(&self.output_path).unwrap()
     }
 
     fn wait_for_output(&self, words: &str) {
-        let mut printed = String::new();
-        let has = || {
-            printed = self.output();
-            printed.contains(words)
+        let mut output_text = String::new();
+        let has_words = || {
+            output_text = self.output();
+            output_text.contains(words)
         };
-        eventually(*TIMEOUT, &format!("{words:?}"), has);
+        eventually(*TIMEOUT, &format!("{words:?}"), has_words);
     }
 
     /// Waits for the end of the command. Returns whether it succeeded, and its output.
-    fn wait(&mut self) -> (bool, String) {
-        let ended = self.process.wait(*TIMEOUT).unwrap();
-        (ended.success(), self.output())
+    fn wait_for_end(&mut self) -> (bool, String) {
+        let exit_status = self.process.wait(*TIMEOUT).unwrap();
+        (exit_status.success(), self.output())
     }
 }
 
-fn partition_by_server(connections: OpenConnections, server: u16) -> (OpenConnections, OpenConnections) {
+fn partition_by_server(
+    connections: ConnectionsAndWorkers,
+    server: u16,
+) -> (ConnectionsAndWorkers, ConnectionsAndWorkers) {
     connections.into_iter().partition(|(_, answerer)| answerer.server == server)
 }
 
 #[test]
-fn drain_ends_when_last_connection_closes() {
+fn drain_ends_when_the_last_connection_closes() {
     skip_if!(missing_testbed_rights());
     let mut env = TestEnv::start("drained");
-    let (mut leaving, mut staying) = partition_by_server(open_at_each(&env.testbed, &[1, 2], 2), 1);
-    let remain = leaving.len();
-    let mut waiting = env.spawn_coreward("wait", &["drain", "s1", "--wait", "--timeout", "2m"]);
-    waiting.wait_for_output(&format!("s1 is draining: {remain} connections remain\n"));
+    let (mut leaving, mut staying) = partition_by_server(open_at_each_server(&env.testbed, &[1, 2], 2), 1);
+    let open_connections = leaving.len();
+    let mut waiting_command = env.spawn_coreward("wait", &["drain", "s1", "--wait", "--timeout", "2m"]);
+    waiting_command.wait_for_output(&format!("s1 is draining: {open_connections} connections remain\n"));
     assert!(env.is_only_server(2));
 
     env.fleet.kill("controller").unwrap();
-    waiting
+    waiting_command
         .wait_for_output("the drain is on record, what remains is not known: no controller answers at 127.0.0.1:7401");
     assert_answered(&mut leaving);
     leaving.truncate(1);
-    env.fleet.restart(&env.testbed, "controller").unwrap();
-    waiting.wait_for_output("s1 is draining: 1 connection remains\n");
+    env.fleet.restart_daemon(&env.testbed, "controller").unwrap();
+    waiting_command.wait_for_output("s1 is draining: 1 connection remains\n");
     env.fleet.wait_until_ready(&env.testbed).unwrap();
-    assert_eq!(env.state("s1"), "draining");
+    assert_eq!(env.server_state("s1"), "draining");
     assert!(env.is_only_server(2));
     assert_answered(&mut leaving);
     assert_answered(&mut staying);
-    assert!(waiting.process.try_wait().unwrap().is_none(), "{}", waiting.output());
+    assert!(waiting_command.process.try_wait().unwrap().is_none(), "{}", waiting_command.output());
     leaving.clear();
-    let (is_success, printed) = waiting.wait();
+    let (is_success, printed) = waiting_command.wait_for_end();
     assert!(is_success && printed.ends_with("s1 is drained: no connection remains\n"), "{printed}");
 
     // s1 is drained, so s2 is the last server of web0 and cannot be drained.
-    let refused = env.coreward(&["drain", "s2"]).unwrap_err();
-    assert!(refused.contains("no other server of web0 takes new connections"), "{refused}");
-    assert_eq!(env.coreward(&["drain", "s1"]).unwrap(), "s1 is drained: no connection remains\n", "it is so already");
-    assert!(env.coreward(&["undrain", "s1"]).unwrap().starts_with("s1 is "));
+    let refusal = env.run_coreward(&["drain", "s2"]).unwrap_err();
+    assert!(refusal.contains("no other server of web0 takes new connections"), "{refusal}");
+    assert_eq!(
+        env.run_coreward(&["drain", "s1"]).unwrap(),
+        "s1 is drained: no connection remains\n",
+        "it is so already"
+    );
+    assert!(env.run_coreward(&["undrain", "s1"]).unwrap().starts_with("s1 is "));
     eventually(*TIMEOUT, "server 1 is back", || !env.is_only_server(2));
     assert_answered(&mut staying);
 }
 
 #[test]
-fn ended_wait_leaves_the_server_drained() {
+fn interrupted_or_timed_out_wait_leaves_the_server_drained() {
     skip_if!(missing_testbed_rights());
     let mut env = TestEnv::start("drainend");
-    let (mut of_1, _of_2) = partition_by_server(open_at_each(&env.testbed, &[1], 2), 1);
-    let mut interrupted = env.spawn_coreward("interrupted", &["drain", "s1", "--service", "web0", "--wait"]);
+    let (mut of_1, _of_2) = partition_by_server(open_at_each_server(&env.testbed, &[1], 2), 1);
+    let mut interrupted_command = env.spawn_coreward("interrupted", &["drain", "s1", "--service", "web0", "--wait"]);
     // The agent has counted, so the short timeout below covers only a query.
-    interrupted.wait_for_output(&format!(" {} connections remain\n", of_1.len()));
-    interrupted.process.signal(Signal::SIGINT).unwrap();
-    let (is_success, printed) = interrupted.wait();
+    interrupted_command.wait_for_output(&format!(" {} connections remain\n", of_1.len()));
+    interrupted_command.process.send_signal(Signal::SIGINT).unwrap();
+    let (is_success, printed) = interrupted_command.wait_for_end();
     assert!(
         !is_success && printed.ends_with("interrupted; s1 stays drained: `coreward undrain s1` ends that\n"),
         "{printed}"
     );
-    let mut impatient = env.spawn_coreward("impatient", &["drain", "s1", "--wait", "--timeout", "6s"]);
-    let (is_success, printed) = impatient.wait();
-    let end = format!(
+    let mut timed_out_command = env.spawn_coreward("impatient", &["drain", "s1", "--wait", "--timeout", "6s"]);
+    let (is_success, printed) = timed_out_command.wait_for_end();
+    let expected_end = format!(
         "coreward: {} connections remain after 6s; s1 stays drained: `coreward undrain s1` ends that\n",
         of_1.len()
     );
-    assert!(!is_success && printed.ends_with(&end), "{printed}");
+    assert!(!is_success && printed.ends_with(&expected_end), "{printed}");
     // Without an agent no connections are counted.
     env.fleet.kill("agent-s1").unwrap();
     eventually(*TIMEOUT, "the report of s1 is stale", || env.server_status("s1")["reports"] != "fresh");
-    let mut uncounted = env.spawn_coreward("uncounted", &["drain", "s1", "--wait", "--timeout", "5s"]);
-    let (is_success, printed) = uncounted.wait();
+    let mut command_without_counts = env.spawn_coreward("uncounted", &["drain", "s1", "--wait", "--timeout", "5s"]);
+    let (is_success, printed) = command_without_counts.wait_for_end();
     assert!(
         !is_success && printed.contains("(waiting for its agent, which does not report) after 5s; s1 stays drained"),
         "{printed}"
     );
-    assert_eq!(env.state("s1"), "draining");
+    assert_eq!(env.server_state("s1"), "draining");
     assert!(env.is_only_server(2));
     assert_answered(&mut of_1);
-    let top = env.coreward(&["top", "--once"]).unwrap();
-    assert!(top.lines().any(|line| line.starts_with("s1 ") && line.contains("draining")), "{top}");
-    assert!(top.contains("! s1: draining: by `coreward drain`"), "{top}");
+    let top_output = env.run_coreward(&["top", "--once"]).unwrap();
+    assert!(top_output.lines().any(|line| line.starts_with("s1 ") && line.contains("draining")), "{top_output}");
+    assert!(top_output.contains("! s1: draining: by `coreward drain`"), "{top_output}");
 }
 
 /// Returns the lines of the controller's log with an event, as JSON objects.
 fn logged_events(env: &TestEnv, event: &str) -> Vec<Value> {
-    let log = fs::read_to_string(env.testbed.directory().join("controller.log")).unwrap();
-    let lines = log.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-    lines.filter(|line| line["event"] == event).collect()
+    let log_text = fs::read_to_string(env.testbed.directory().join("controller.log")).unwrap();
+    let log_objects = log_text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    log_objects.filter(|line| line["event"] == event).collect()
 }
 
 #[test]
-fn changes_are_reported_as_json_in_the_audit_and_in_the_log() {
+fn drains_are_reported_as_json_in_the_audit_and_in_the_log() {
     skip_if!(missing_testbed_rights());
-    let mut env = TestEnv::start_with("drainjson", FleetOptions { json_logs: true, ..FleetOptions::default() });
-    let (mut leaving, _staying) = partition_by_server(open_at_each(&env.testbed, &[1], 1), 1);
-    let json = |text: String| serde_json::from_str::<Value>(&text).unwrap_or_else(|error| panic!("{error}: {text}"));
-    let drained = json(env.coreward(&["drain", "s1", "--format", "json"]).unwrap());
-    assert_eq!((&drained["server"], &drained["state"]), (&"s1".into(), &"draining".into()), "{drained}");
-    assert_eq!(drained["drained"]["by"], "command", "{drained}");
+    let mut env = TestEnv::start_with_options("drainjson", FleetOptions { json_logs: true, ..FleetOptions::default() });
+    let (mut leaving, _staying) = partition_by_server(open_at_each_server(&env.testbed, &[1], 1), 1);
+    let parse_json =
+        |text: String| serde_json::from_str::<Value>(&text).unwrap_or_else(|error| panic!("{error}: {text}"));
+    let drain_report = parse_json(env.run_coreward(&["drain", "s1", "--format", "json"]).unwrap());
+    assert_eq!((&drain_report["server"], &drain_report["state"]), (&"s1".into(), &"draining".into()), "{drain_report}");
+    assert_eq!(drain_report["drained"]["by"], "command", "{drain_report}");
     assert_answered(&mut leaving);
     leaving.clear();
     // The output is one object with the final state.
-    let waited = json(env.coreward(&["drain", "s1", "--wait", "--timeout", "1m", "--format", "json"]).unwrap());
-    assert_eq!((&waited["server"], &waited["remaining"]), (&"s1".into(), &0.into()), "{waited}");
-    let undrained = json(env.coreward(&["undrain", "s1", "--format", "json"]).unwrap());
-    assert_eq!(undrained["drained"], Value::Null, "{undrained}");
+    let wait_report =
+        parse_json(env.run_coreward(&["drain", "s1", "--wait", "--timeout", "1m", "--format", "json"]).unwrap());
+    assert_eq!((&wait_report["server"], &wait_report["remaining"]), (&"s1".into(), &0.into()), "{wait_report}");
+    let undrain_report = parse_json(env.run_coreward(&["undrain", "s1", "--format", "json"]).unwrap());
+    assert_eq!(undrain_report["drained"], Value::Null, "{undrain_report}");
 
-    let audit = json(env.coreward(&["audit", "--format", "json"]).unwrap());
-    let actions: Vec<&str> =
-        audit["entries"].as_array().unwrap().iter().map(|e| e["action"].as_str().unwrap()).collect();
-    assert_eq!(actions.iter().filter(|action| ["drain", "undrain"].contains(action)).count(), 2, "{audit}");
-    let lines = env.coreward(&["audit"]).unwrap();
-    assert!(lines.lines().any(|line| line.contains("undrain s1")), "{lines}");
+    let audit_report = parse_json(env.run_coreward(&["audit", "--format", "json"]).unwrap());
+    let audit_actions: Vec<&str> =
+        audit_report["entries"].as_array().unwrap().iter().map(|e| e["action"].as_str().unwrap()).collect();
+    assert_eq!(
+        audit_actions.iter().filter(|action| ["drain", "undrain"].contains(action)).count(),
+        2,
+        "{audit_report}"
+    );
+    let audit_lines = env.run_coreward(&["audit"]).unwrap();
+    assert!(audit_lines.lines().any(|line| line.contains("undrain s1")), "{audit_lines}");
 
     // Each event has its id in the log.
     eventually(*TIMEOUT, "both events are logged", || logged_events(&env, "server-drain").len() == 2);
-    let logged = logged_events(&env, "server-drain");
-    assert!(logged[0]["id"].as_u64().unwrap() < logged[1]["id"].as_u64().unwrap(), "{logged:?}");
-    assert!(logged.iter().all(|line| line["name"] == "s1" && line["level"] == "INFO"), "{logged:?}");
+    let drain_events = logged_events(&env, "server-drain");
+    assert!(drain_events[0]["id"].as_u64().unwrap() < drain_events[1]["id"].as_u64().unwrap(), "{drain_events:?}");
+    assert!(drain_events.iter().all(|line| line["name"] == "s1" && line["level"] == "INFO"), "{drain_events:?}");
 
     // SIGUSR1 enables debug logs.
-    let controller = env.fleet.daemon("lb1").unwrap();
-    controller.signal(Signal::SIGUSR1).unwrap();
-    let log = || fs::read_to_string(env.testbed.directory().join("lb1.log")).unwrap();
-    eventually(*TIMEOUT, "debug lines", || log().contains("\"level\":\"DEBUG\""));
-    env.fleet.daemon("lb1").unwrap().signal(Signal::SIGUSR2).unwrap();
-    let log = || fs::read_to_string(env.testbed.directory().join("lb1.log")).unwrap();
-    eventually(*TIMEOUT, "the level of the start", || log().contains("\"log_level\":\"as at the start\""));
-    let after = log();
-    let (_, after) = after.split_once("\"log_level\":\"as at the start\"").unwrap();
+    let lb_daemon = env.fleet.daemon("lb1").unwrap();
+    lb_daemon.send_signal(Signal::SIGUSR1).unwrap();
+    let read_lb_log = || fs::read_to_string(env.testbed.directory().join("lb1.log")).unwrap();
+    eventually(*TIMEOUT, "debug lines", || read_lb_log().contains("\"level\":\"DEBUG\""));
+    env.fleet.daemon("lb1").unwrap().send_signal(Signal::SIGUSR2).unwrap();
+    let read_lb_log = || fs::read_to_string(env.testbed.directory().join("lb1.log")).unwrap();
+    eventually(*TIMEOUT, "the level of the start", || read_lb_log().contains("\"log_level\":\"as at the start\""));
+    let later_log = read_lb_log();
+    let (_, after) = later_log.split_once("\"log_level\":\"as at the start\"").unwrap();
     assert!(!after.contains("DEBUG"), "{after}");
 }
 
 #[test]
 fn apply_waits_until_every_daemon_has_the_document() {
     skip_if!(missing_testbed_rights());
-    let document = "[[server]]\nname = \"s1\"\naddress = \"10.1.1.1\"\n[[server]]\nname = \"s2\"\n\
+    let fleet_document = "[[server]]\nname = \"s1\"\naddress = \"10.1.1.1\"\n[[server]]\nname = \"s2\"\n\
                     address = \"10.1.1.2\"\n[[service]]\nname = \"web0\"\nvip = \"10.200.0.1:80\"\npolicy = \"rr\"\n";
-    let mut env = TestEnv::start_with(
+    let mut env = TestEnv::start_with_options(
         "applywait",
-        FleetOptions { applied_document: Some(document.to_owned()), ..FleetOptions::default() },
+        FleetOptions { applied_document: Some(fleet_document.to_owned()), ..FleetOptions::default() },
     );
-    let file = env.testbed.directory().join("next.toml");
-    let apply = |env: &TestEnv, more: &str, timeout: &str| {
-        fs::write(&file, format!("{more}{document}")).unwrap();
-        env.coreward(&["apply", file.to_str().unwrap(), "--yes", "--wait", "--timeout", timeout])
+    let document_path = env.testbed.directory().join("next.toml");
+    let apply_and_wait = |env: &TestEnv, more: &str, timeout: &str| {
+        fs::write(&document_path, format!("{more}{fleet_document}")).unwrap();
+        env.run_coreward(&["apply", document_path.to_str().unwrap(), "--yes", "--wait", "--timeout", timeout])
     };
-    apply(&env, "buckets = 256\n", "1m").unwrap();
+    apply_and_wait(&env, "buckets = 256\n", "1m").unwrap();
     let status = env.fleet.status(&env.testbed).unwrap();
     let generation = &status["configuration_generation"];
-    let balancers = status["load_balancers"]
+    let lb_generations = status["load_balancers"]
         .as_array()
         .unwrap()
         .iter()
         .map(|balancer| &balancer["state"]["configuration_generation"]);
-    let servers = status["servers"].as_array().unwrap().iter().map(|server| &server["configuration_generation"]);
-    assert!(balancers.chain(servers).all(|acknowledged| acknowledged == generation), "{status}");
+    let server_generations =
+        status["servers"].as_array().unwrap().iter().map(|server| &server["configuration_generation"]);
+    assert!(lb_generations.chain(server_generations).all(|acknowledged| acknowledged == generation), "{status}");
     // A load balancer that cannot answer is named.
     env.fleet.kill("lb1").unwrap();
-    let missing = || apply(&env, "buckets = 64\n", "2s").unwrap_err();
-    let error = missing();
+    let apply_without_lb = || apply_and_wait(&env, "buckets = 64\n", "2s").unwrap_err();
+    let error = apply_without_lb();
     assert!(error.contains("lb1") || error.contains("lb lb1"), "{error}");
 }

@@ -3,17 +3,17 @@
 use std::time::SystemTime;
 
 use coreward_testbed::fleet::{Fleet, FleetOptions};
-use coreward_testbed::nginx::Nginx;
+use coreward_testbed::nginx::NginxServer;
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 
 use crate::support::{
-    OpenConnections, assert_answered, duration_until_logged, eventually, metrics_page, open_keepalive_connections,
-    pause, series,
+    ConnectionsAndWorkers, assert_answered, duration_until_logged, eventually, fetch_metrics_page,
+    open_keepalive_connections, pause, series_value,
 };
 
 /// Fleet document in which s3 has half of all weight. `crossrss` sends all connections of a bucket to one server until
 /// the next table.
-const DOCUMENT: &str = r#"
+const FLEET_DOCUMENT: &str = r#"
 table_lifetime = "1s"
 [[server]]
 name = "s1"
@@ -39,7 +39,7 @@ const METRICS_ADDRESS: &str = "127.0.0.1:9464";
 /// Fleet of three servers with nginx. The fields are dropped in this order, the testbed last.
 struct TestEnv {
     fleet: Fleet,
-    nginx: Vec<Option<Nginx>>,
+    nginx_servers: Vec<Option<NginxServer>>,
     testbed: Testbed,
 }
 
@@ -48,28 +48,29 @@ impl TestEnv {
         let options =
             TestbedOptions { instance: "expired".to_owned(), servers: 3, cores: 1, ..TestbedOptions::default() };
         let testbed = Testbed::create(options).unwrap();
-        let nginx = testbed.server_numbers().into_iter().map(|n| Some(testbed.start_nginx(n).unwrap())).collect();
+        let nginx_servers =
+            testbed.server_numbers().into_iter().map(|n| Some(testbed.start_nginx(n).unwrap())).collect();
         let options = FleetOptions {
             steers_connections: false,
-            applied_document: Some(DOCUMENT.to_owned()),
+            applied_document: Some(FLEET_DOCUMENT.to_owned()),
             load_balancer_text: format!("metrics = \"{METRICS_ADDRESS}\"\n"),
             ..FleetOptions::default()
         };
         let fleet = Fleet::start(&testbed, options).unwrap();
-        Self { fleet, nginx, testbed }
+        Self { fleet, nginx_servers, testbed }
     }
 
     /// Waits until the load balancer's metrics report `count` expired tables.
     fn wait_for_expired_tables(&self, count: f64) {
         eventually(*TIMEOUT, &format!("{count} expired tables"), || {
-            let page = metrics_page(&self.testbed, self.testbed.load_balancer(1).unwrap(), METRICS_ADDRESS);
-            page.is_ok_and(|page| series(&page, "coreward_lb_expired_tables") == Some(count))
+            let page = fetch_metrics_page(&self.testbed, self.testbed.load_balancer(1).unwrap(), METRICS_ADDRESS);
+            page.is_ok_and(|page| series_value(&page, "coreward_lb_expired_tables") == Some(count))
         });
     }
 }
 
 /// Opens connections over three seconds, so that they span several of the load balancer's own tables.
-fn open_slowly(testbed: &Testbed, count: usize) -> OpenConnections {
+fn open_slowly(testbed: &Testbed, count: usize) -> ConnectionsAndWorkers {
     let request = |_| {
         pause(3000 / count as u64);
         open_keepalive_connections(testbed, 1)
@@ -77,12 +78,12 @@ fn open_slowly(testbed: &Testbed, count: usize) -> OpenConnections {
     (0..count).flat_map(request).collect()
 }
 
-fn connections_per_server(connections: &OpenConnections) -> [usize; 3] {
+fn connections_per_server(connections: &ConnectionsAndWorkers) -> [usize; 3] {
     [1, 2, 3].map(|server| connections.iter().filter(|(_, answerer)| answerer.server == server).count())
 }
 
 #[test]
-fn load_balancer_places_by_own_counts_after_table_expiry() {
+fn load_balancer_places_by_its_own_counts_after_its_table_expired() {
     skip_if!(missing_testbed_rights());
     let mut env = TestEnv::start();
     env.wait_for_expired_tables(0.0);
@@ -90,35 +91,35 @@ fn load_balancer_places_by_own_counts_after_table_expiry() {
     env.wait_for_expired_tables(1.0);
     let mut connections = open_slowly(&env.testbed, 80);
     println!("expired: {:?}", connections_per_server(&connections));
-    let near = |counts: [usize; 3], expected: [usize; 3]| {
+    let is_near = |counts: [usize; 3], expected: [usize; 3]| {
         counts.iter().zip(expected).all(|(count, expected)| count.abs_diff(expected) <= 6)
     };
-    assert!(near(connections_per_server(&connections), [20, 20, 40]), "{:?}", connections_per_server(&connections));
+    assert!(is_near(connections_per_server(&connections), [20, 20, 40]), "{:?}", connections_per_server(&connections));
 
     // A server that is down gets no connections. When it is up again, it gets its share, because it has the fewest open
     // connections.
-    let died = SystemTime::now();
-    env.nginx[1] = None;
+    let stop_time = SystemTime::now();
+    env.nginx_servers[1] = None;
     connections.retain(|(_, answerer)| answerer.server != 2);
-    let words = "event=\"server-masked\" server=\"s2\" service=\"web0\"";
-    eventually(*TIMEOUT, words, || duration_until_logged(&env.testbed, 1, words, died).is_some());
+    let log_words = "event=\"server-masked\" server=\"s2\" service=\"web0\"";
+    eventually(*TIMEOUT, log_words, || duration_until_logged(&env.testbed, 1, log_words, stop_time).is_some());
     connections.append(&mut open_slowly(&env.testbed, 30));
     println!("s2 down: {:?}", connections_per_server(&connections));
-    assert!(near(connections_per_server(&connections), [30, 0, 60]), "{:?}", connections_per_server(&connections));
+    assert!(is_near(connections_per_server(&connections), [30, 0, 60]), "{:?}", connections_per_server(&connections));
 
     // The next daemon process does not find a controller either.
     env.fleet.kill("lb1").unwrap();
-    env.nginx[1] = Some(env.testbed.start_nginx(2).unwrap());
-    env.fleet.restart(&env.testbed, "lb1").unwrap();
+    env.nginx_servers[1] = Some(env.testbed.start_nginx(2).unwrap());
+    env.fleet.restart_daemon(&env.testbed, "lb1").unwrap();
     env.wait_for_expired_tables(1.0);
     eventually(*TIMEOUT, "s2 gets connections", || {
         connections_per_server(&open_keepalive_connections(&env.testbed, 8))[1] > 0
     });
     connections.append(&mut open_slowly(&env.testbed, 30));
     println!("s2 back: {:?}", connections_per_server(&connections));
-    assert!(near(connections_per_server(&connections), [30, 30, 60]), "{:?}", connections_per_server(&connections));
+    assert!(is_near(connections_per_server(&connections), [30, 30, 60]), "{:?}", connections_per_server(&connections));
 
-    env.fleet.restart(&env.testbed, "controller").unwrap();
+    env.fleet.restart_daemon(&env.testbed, "controller").unwrap();
     env.wait_for_expired_tables(0.0);
     assert_answered(&mut connections);
 }

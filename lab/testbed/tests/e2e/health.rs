@@ -7,8 +7,8 @@ use std::process::Command;
 use std::time::{Duration, Instant, SystemTime};
 
 use coreward_testbed::fleet::{Fleet, FleetOptions};
-use coreward_testbed::http::Connection;
-use coreward_testbed::nginx::Nginx;
+use coreward_testbed::http::HttpConnection;
+use coreward_testbed::nginx::NginxServer;
 use coreward_testbed::{Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use serde_json::Value;
@@ -18,10 +18,10 @@ use crate::support::{
     open_keepalive_connections, pause,
 };
 
-const LIMIT: Duration = Duration::from_secs(60);
+const STATE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Maximum time to detect a fault with [`HEALTH_CHECK_CONFIG`]: interval x fall + timeout, and the daemon's tick. The
 /// timeout allows for a busy machine.
-const DETECTION_TIME: Duration = Duration::from_millis(3 * 200 + 5000 + 100);
+const MAX_DETECTION_TIME: Duration = Duration::from_millis(3 * 200 + 5000 + 100);
 
 const HEALTH_CHECK_CONFIG: &str = "slow_start = \"1s\"\n[service.health]\ncheck = \"http\"\npath = \"/healthz\"\n\
     interval = \"200ms\"\n\
@@ -29,7 +29,7 @@ const HEALTH_CHECK_CONFIG: &str = "slow_start = \"1s\"\n[service.health]\ncheck 
 
 struct TestEnv {
     fleet: Fleet,
-    nginx: Vec<Option<Nginx>>,
+    nginx_servers: Vec<Option<NginxServer>>,
     testbed: Testbed,
 }
 
@@ -43,9 +43,10 @@ impl TestEnv {
             ..Default::default()
         };
         let testbed = Testbed::create(options).unwrap();
-        let nginx = testbed.server_numbers().into_iter().map(|n| Some(testbed.start_nginx(n).unwrap())).collect();
+        let nginx_servers =
+            testbed.server_numbers().into_iter().map(|n| Some(testbed.start_nginx(n).unwrap())).collect();
         for number in 1..=3 {
-            fs::write(health_file(&testbed, number), "well\n").unwrap();
+            fs::write(health_file_path(&testbed, number), "well\n").unwrap();
         }
         let options = FleetOptions {
             policy: "rr".to_owned(),
@@ -54,12 +55,12 @@ impl TestEnv {
             ..Default::default()
         };
         let fleet = Fleet::start(&testbed, options).unwrap();
-        Self { fleet, nginx, testbed }
+        Self { fleet, nginx_servers, testbed }
     }
 
     /// Sets whether a server's health endpoint reports that the server is healthy.
     fn set_healthy(&self, number: u16, is_healthy: bool) {
-        let file = health_file(&self.testbed, number);
+        let file = health_file_path(&self.testbed, number);
         if is_healthy { fs::write(file, "well\n").unwrap() } else { fs::remove_file(file).unwrap() }
     }
 
@@ -67,73 +68,77 @@ impl TestEnv {
         self.fleet.status(&self.testbed).unwrap()
     }
 
-    fn state(&self, number: u16) -> (String, String) {
+    fn server_state_and_reason(&self, number: u16) -> (String, String) {
         let status = self.status();
-        let name = format!("s{number}");
-        let server = status["servers"].as_array().unwrap().iter().find(|server| server["name"] == name).unwrap();
+        let server_name = format!("s{number}");
+        let server = status["servers"].as_array().unwrap().iter().find(|server| server["name"] == server_name).unwrap();
         let text = |key: &str| server[key].as_str().unwrap().to_owned();
         (text("state"), text("state_reason"))
     }
 
-    fn wait_for(&self, number: u16, state: &str) -> Duration {
+    fn wait_for_state(&self, number: u16, state: &str) -> Duration {
         let start = Instant::now();
-        eventually(LIMIT, &format!("s{number} is {state}"), || self.state(number).0 == state);
+        eventually(STATE_TIMEOUT, &format!("s{number} is {state}"), || self.server_state_and_reason(number).0 == state);
         start.elapsed()
     }
 
     /// Waits until every load balancer has checked the health of every server.
-    fn wait_until_checked(&self) {
-        eventually(LIMIT, "every load balancer has checked every server", || {
+    fn wait_until_all_are_checked(&self) {
+        eventually(STATE_TIMEOUT, "every load balancer has checked every server", || {
             let status = self.status();
             let members = status["services"][0]["members"].as_array().unwrap().clone();
-            let balancers = self.testbed.load_balancer_numbers().len();
+            let lb_count = self.testbed.load_balancer_numbers().len();
             members.iter().all(|member| {
-                let checks = member["checks"].as_array().unwrap();
-                checks.len() == balancers && checks.iter().all(|check| check["up"] == true)
+                let member_checks = member["checks"].as_array().unwrap();
+                member_checks.len() == lb_count && member_checks.iter().all(|check| check["up"] == true)
             })
         });
     }
 
     /// Waits until exactly these servers get new connections.
     fn wait_until_only_reach(&self, servers: &[u16]) {
-        eventually(LIMIT, &format!("new connections go to {servers:?}"), || self.servers() == servers);
+        eventually(STATE_TIMEOUT, &format!("new connections go to {servers:?}"), || {
+            self.servers_with_new_connections() == servers
+        });
     }
 
     /// Opens connections, and returns the numbers of the servers that got any.
-    fn servers(&self) -> Vec<u16> {
-        let mut servers: Vec<u16> = open_keepalive_connections(&self.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER)
+    fn servers_with_new_connections(&self) -> Vec<u16> {
+        let mut server_numbers: Vec<u16> = open_keepalive_connections(&self.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER)
             .into_iter()
             .map(|(_, answerer)| answerer.server)
             .collect();
-        servers.sort_unstable();
-        servers.dedup();
-        servers
+        server_numbers.sort_unstable();
+        server_numbers.dedup();
+        server_numbers
     }
 
-    fn log(&self, load_balancer: u16) -> String {
+    fn load_balancer_log(&self, load_balancer: u16) -> String {
         daemon_log(&self.testbed, &format!("lb{load_balancer}"), 0)
     }
 
     /// Returns the current lengths of both load balancers' logs (bytes).
-    fn log_offsets(&self) -> [usize; 2] {
-        [1, 2].map(|number| self.log(number).len())
+    fn log_lengths(&self) -> [usize; 2] {
+        [1, 2].map(|number| self.load_balancer_log(number).len())
     }
 
     /// Waits until both load balancers have logged `words` after the byte offsets `after`.
-    fn wait_for_log(&self, after: [usize; 2], words: &str) {
-        eventually(LIMIT, words, || {
-            (1..).zip(after).all(|(number, after)| self.log(number).get(after..).is_some_and(|log| log.contains(words)))
+    fn wait_for_log_words(&self, after: [usize; 2], words: &str) {
+        eventually(STATE_TIMEOUT, words, || {
+            (1..).zip(after).all(|(number, after)| {
+                self.load_balancer_log(number).get(after..).is_some_and(|log| log.contains(words))
+            })
         });
     }
 
     fn ip(&self, load_balancer: u16, arguments: &[&str]) {
         let mut command = Command::new("ip");
         command.args(arguments);
-        self.testbed.run(self.testbed.load_balancer(load_balancer).unwrap(), command).unwrap();
+        self.testbed.run_command(self.testbed.load_balancer(load_balancer).unwrap(), command).unwrap();
     }
 }
 
-fn health_file(testbed: &Testbed, number: u16) -> PathBuf {
+fn health_file_path(testbed: &Testbed, number: u16) -> PathBuf {
     testbed.directory().join(format!("nginx-s{number}")).join("www").join("healthz")
 }
 
@@ -143,53 +148,57 @@ fn down_server_gets_no_new_connections_and_returns_by_slow_start() {
     // The slow start is long enough that a poll every half second finds the state `joining`.
     let mut env =
         TestEnv::start("health", 2, &HEALTH_CHECK_CONFIG.replace("slow_start = \"1s\"", "slow_start = \"5s\""));
-    env.wait_until_checked();
+    env.wait_until_all_are_checked();
     let mut connections = open_keepalive_connections(&env.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     env.wait_until_only_reach(&[1, 2, 3]);
 
     // The server responds, but reports that it is unhealthy.
     env.set_healthy(1, false);
-    let took = env.wait_for(1, "down");
-    println!("found after {took:?}, expected within {DETECTION_TIME:?}");
-    assert!(env.state(1).1.contains("answers 404 Not Found: expected 200-399"), "{:?}", env.state(1));
+    let detection_time = env.wait_for_state(1, "down");
+    println!("found after {detection_time:?}, expected within {MAX_DETECTION_TIME:?}");
+    assert!(
+        env.server_state_and_reason(1).1.contains("answers 404 Not Found: expected 200-399"),
+        "{:?}",
+        env.server_state_and_reason(1)
+    );
     env.wait_until_only_reach(&[2, 3]);
     assert_answered(&mut connections);
     env.set_healthy(1, true);
-    env.wait_for(1, "joining");
-    env.wait_for(1, "active");
+    env.wait_for_state(1, "joining");
+    env.wait_for_state(1, "active");
     env.wait_until_only_reach(&[1, 2, 3]);
     assert_answered(&mut connections);
     connections.retain(|(_, answerer)| answerer.server != 2);
 
     // The machine is up, but no process listens.
-    env.nginx[1] = None;
-    env.wait_for(2, "down");
-    assert!(env.state(2).1.contains("connection refused"), "{:?}", env.state(2));
+    env.nginx_servers[1] = None;
+    env.wait_for_state(2, "down");
+    assert!(env.server_state_and_reason(2).1.contains("connection refused"), "{:?}", env.server_state_and_reason(2));
     env.wait_until_only_reach(&[1, 3]);
-    env.nginx[1] = Some(env.testbed.start_nginx(2).unwrap());
-    env.wait_for(2, "active");
-    env.wait_until_checked();
+    env.nginx_servers[1] = Some(env.testbed.start_nginx(2).unwrap());
+    env.wait_for_state(2, "active");
+    env.wait_until_all_are_checked();
 
     // A load balancer that reaches no server marks none down.
     env.ip(2, &["route", "add", "blackhole", "10.1.1.0/24"]);
-    eventually(LIMIT, "load balancer 2 reaches no server", || {
+    eventually(STATE_TIMEOUT, "load balancer 2 reaches no server", || {
         let status = env.status();
         let members = status["services"][0]["members"].as_array().unwrap().clone();
-        let blind = |member: &Value| {
+        let is_checked_by_one = |member: &Value| {
             member["checks"].as_array().unwrap().iter().filter(|check| check["up"] == false).count() == 1
         };
-        members.iter().all(blind)
+        members.iter().all(is_checked_by_one)
     });
     pause(500);
-    assert!((1..=3).all(|number| env.state(number).0 == "active"), "{}", env.status()["servers"]);
+    assert!((1..=3).all(|number| env.server_state_and_reason(number).0 == "active"), "{}", env.status()["servers"]);
     // The verdicts of load balancers that reach servers still count.
     env.set_healthy(3, false);
-    env.wait_for(3, "down");
+    env.wait_for_state(3, "down");
     env.wait_until_only_reach(&[1, 2]);
     env.set_healthy(3, true);
-    env.wait_for(3, "active");
+    env.wait_for_state(3, "active");
     env.ip(2, &["route", "del", "blackhole", "10.1.1.0/24"]);
-    env.wait_until_checked();
+    env.wait_until_all_are_checked();
     assert_answered(&mut connections);
 }
 
@@ -197,41 +206,41 @@ fn down_server_gets_no_new_connections_and_returns_by_slow_start() {
 fn service_fails_open_or_drops_when_all_servers_are_down() {
     skip_if!(missing_testbed_rights());
     let mut env = TestEnv::start("alldown", 1, HEALTH_CHECK_CONFIG);
-    env.wait_until_checked();
+    env.wait_until_all_are_checked();
     let mut connections = open_keepalive_connections(&env.testbed, 6);
     (1..=3).for_each(|number| env.set_healthy(number, false));
-    eventually(LIMIT, "the service fails open", || env.status()["services"][0]["failing_open"] == true);
+    eventually(STATE_TIMEOUT, "the service fails open", || env.status()["services"][0]["failing_open"] == true);
     env.wait_until_only_reach(&[1, 2, 3]);
-    let dropped = |env: &TestEnv| {
+    let dropped_packets = |env: &TestEnv| {
         let status = env.status();
         status["load_balancers"][0]["state"]["counters"]["drop_no_eligible_server"].as_u64().unwrap_or(0)
     };
-    assert_eq!(dropped(&env), 0);
+    assert_eq!(dropped_packets(&env), 0);
 
     let options = FleetOptions {
         fleet_text: format!("when_all_down = \"drop\"\n{HEALTH_CHECK_CONFIG}"),
         ..env.fleet.options().clone()
     };
     env.fleet.set_options(&env.testbed, options).unwrap();
-    let is_dropped = |env: &TestEnv| {
-        let open = || {
+    let is_new_connection_dropped = |env: &TestEnv| {
+        let fails_to_connect = || {
             let address = coreward_testbed::addresses::SERVICE_ADDRESS.into();
             Ok(std::net::TcpStream::connect_timeout(&address, Duration::from_millis(300)).is_err())
         };
-        env.testbed.client().within(open).unwrap()
+        env.testbed.client().run_within(fails_to_connect).unwrap()
     };
-    eventually(LIMIT, "first packets are dropped", || is_dropped(&env));
-    eventually(LIMIT, "they are counted", || dropped(&env) > 0);
+    eventually(STATE_TIMEOUT, "first packets are dropped", || is_new_connection_dropped(&env));
+    eventually(STATE_TIMEOUT, "they are counted", || dropped_packets(&env) > 0);
     assert_answered(&mut connections);
     env.set_healthy(2, true);
-    eventually(LIMIT, "the one that is well gets all", || env.state(2).0 == "active");
+    eventually(STATE_TIMEOUT, "the one that is well gets all", || env.server_state_and_reason(2).0 == "active");
     env.wait_until_only_reach(&[2]);
     assert_answered(&mut connections);
 
     // The load balancer masks servers without a controller, too.
     env.fleet.kill("controller").unwrap();
     env.set_healthy(2, false);
-    eventually(LIMIT, "first packets are dropped without a controller", || is_dropped(&env));
+    eventually(STATE_TIMEOUT, "first packets are dropped without a controller", || is_new_connection_dropped(&env));
     assert_answered(&mut connections);
     env.set_healthy(2, true);
     wait_until_served_by(&env, &[2]);
@@ -240,17 +249,17 @@ fn service_fails_open_or_drops_when_all_servers_are_down() {
 /// Returns the number of the server that answers each of several new connections; `None`: refused or not answered.
 fn answering_servers(env: &TestEnv) -> Vec<Option<u16>> {
     let request =
-        || Connection::open(None).and_then(|mut connection| connection.query_worker()).ok().map(|who| who.server);
-    env.testbed.client().within(|| Ok((0..MIN_CONNECTIONS_FOR_EVERY_SERVER).map(|_| request()).collect())).unwrap()
+        || HttpConnection::open(None).and_then(|mut connection| connection.query_worker()).ok().map(|who| who.server);
+    env.testbed.client().run_within(|| Ok((0..MIN_CONNECTIONS_FOR_EVERY_SERVER).map(|_| request()).collect())).unwrap()
 }
 
 /// Waits until new connections go to exactly these servers, and none fails.
 fn wait_until_served_by(env: &TestEnv, servers: &[u16]) {
-    eventually(LIMIT, &format!("new connections go to {servers:?}, and none fails"), || {
-        let mut found = answering_servers(env);
-        found.sort_unstable();
-        found.dedup();
-        found == servers.iter().copied().map(Some).collect::<Vec<_>>()
+    eventually(STATE_TIMEOUT, &format!("new connections go to {servers:?}, and none fails"), || {
+        let mut answering = answering_servers(env);
+        answering.sort_unstable();
+        answering.dedup();
+        answering == servers.iter().copied().map(Some).collect::<Vec<_>>()
     });
 }
 
@@ -262,62 +271,62 @@ fn down_server_gets_no_new_connections_without_a_controller() {
     setrlimit(Resource::RLIMIT_NOFILE, hard.min(1024), hard).unwrap();
     let mut env = TestEnv::start("static", 2, HEALTH_CHECK_CONFIG);
     setrlimit(Resource::RLIMIT_NOFILE, soft, hard).unwrap();
-    env.wait_until_checked();
-    let limits = fs::read_to_string(format!("/proc/{}/limits", env.fleet.daemon("lb1").unwrap().pid())).unwrap();
-    let files: Vec<&str> =
-        limits.lines().find(|line| line.starts_with("Max open files")).unwrap().split_whitespace().collect();
-    assert_eq!(files[3], files[4], "soft and hard limit of open files: {limits}");
+    env.wait_until_all_are_checked();
+    let limits_text = fs::read_to_string(format!("/proc/{}/limits", env.fleet.daemon("lb1").unwrap().pid())).unwrap();
+    let open_file_limits: Vec<&str> =
+        limits_text.lines().find(|line| line.starts_with("Max open files")).unwrap().split_whitespace().collect();
+    assert_eq!(open_file_limits[3], open_file_limits[4], "soft and hard limit of open files: {limits_text}");
 
     // Only load balancer 2 does not reach server 3. There is no majority, so the controller changes nothing.
     env.testbed.route_vips_to_load_balancers(&[2]).unwrap();
     env.ip(2, &["route", "add", "blackhole", "10.1.1.3/32"]);
     wait_until_served_by(&env, &[1, 2]);
-    assert_eq!(env.state(3).0, "active", "the other one reaches it");
+    assert_eq!(env.server_state_and_reason(3).0, "active", "the other one reaches it");
     env.ip(2, &["route", "del", "blackhole", "10.1.1.3/32"]);
     wait_until_served_by(&env, &[1, 2, 3]);
     env.testbed.route_vips_to_load_balancers(&[1, 2]).unwrap();
 
     let mut connections = open_keepalive_connections(&env.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     env.fleet.kill("controller").unwrap();
-    let died = SystemTime::now();
-    env.nginx[1] = None;
+    let stop_time = SystemTime::now();
+    env.nginx_servers[1] = None;
     wait_until_served_by(&env, &[1, 3]);
-    assert_masked_within(DETECTION_TIME, &env.testbed, "s2", died);
+    assert_masked_within(MAX_DETECTION_TIME, &env.testbed, "s2", stop_time);
     connections.retain(|(_, answerer)| answerer.server != 2);
     assert_answered(&mut connections);
     // All servers are down, and none is masked, because the load balancer may be at fault.
-    let before = env.log_offsets();
+    let log_lengths_before = env.log_lengths();
     (1..=3).for_each(|number| env.set_healthy(number, false));
-    env.wait_for_log(before, "event=\"server-unmasked\" server=\"s2\" service=\"web0\"");
-    eventually(LIMIT, "s1 and s3 get new connections", || {
-        let found = answering_servers(&env);
-        found.contains(&Some(1)) && found.contains(&Some(3))
+    env.wait_for_log_words(log_lengths_before, "event=\"server-unmasked\" server=\"s2\" service=\"web0\"");
+    eventually(STATE_TIMEOUT, "s1 and s3 get new connections", || {
+        let answering = answering_servers(&env);
+        answering.contains(&Some(1)) && answering.contains(&Some(3))
     });
     (1..=3).for_each(|number| env.set_healthy(number, true));
-    env.nginx[1] = Some(env.testbed.start_nginx(2).unwrap());
+    env.nginx_servers[1] = Some(env.testbed.start_nginx(2).unwrap());
     wait_until_served_by(&env, &[1, 2, 3]);
     assert_answered(&mut connections);
 }
 
 #[test]
-fn load_balancer_restarted_without_controller_continues_checks() {
+fn load_balancer_restarted_without_a_controller_continues_its_checks() {
     skip_if!(missing_testbed_rights());
     let mut env = TestEnv::start("restarted", 1, HEALTH_CHECK_CONFIG);
-    env.wait_until_checked();
+    env.wait_until_all_are_checked();
     let mut connections = open_keepalive_connections(&env.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     env.fleet.kill("controller").unwrap();
-    let died = SystemTime::now();
-    env.nginx[1] = None;
+    let stop_time = SystemTime::now();
+    env.nginx_servers[1] = None;
     wait_until_served_by(&env, &[1, 3]);
-    assert_masked_within(DETECTION_TIME, &env.testbed, "s2", died);
+    assert_masked_within(MAX_DETECTION_TIME, &env.testbed, "s2", stop_time);
     connections.retain(|(_, answerer)| answerer.server == 1);
 
     env.fleet.kill("lb1").unwrap();
-    env.fleet.restart(&env.testbed, "lb1").unwrap();
+    env.fleet.restart_daemon(&env.testbed, "lb1").unwrap();
     // A server that recovers gets new connections again; a server that goes down then gets none.
-    env.nginx[1] = Some(env.testbed.start_nginx(2).unwrap());
+    env.nginx_servers[1] = Some(env.testbed.start_nginx(2).unwrap());
     wait_until_served_by(&env, &[1, 2, 3]);
-    env.nginx[2] = None;
+    env.nginx_servers[2] = None;
     wait_until_served_by(&env, &[1, 2]);
     assert_answered(&mut connections);
 }

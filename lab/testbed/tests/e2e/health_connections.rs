@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use std::sync::mpsc::{self, Receiver};
 use std::time::Instant;
 
-use coreward_testbed::addresses::{VIP, load_balancer_address, server_address};
+use coreward_testbed::addresses::{FIRST_VIP, load_balancer_address, server_address};
 use coreward_testbed::fleet::{Fleet, FleetOptions, certificate_directory, certificate_files, issue};
 use coreward_testbed::{Namespace, Process, TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use coreward_tls::authority::{Authority, DAY, Validity};
@@ -18,7 +18,7 @@ use socket2::{Domain, Protocol, Socket, Type};
 use crate::support::{eventually, pause};
 
 /// Checked ports: port of the server, kind of check, and whether the server answers.
-const PROBES: [(u16, &str, bool); 5] = [
+const CHECKED_PORTS: [(u16, &str, bool); 5] = [
     (8001, "check = \"tcp\"", true),
     (8002, "check = \"http\"", true),
     (8003, "check = \"https\"\nverify = false", true),
@@ -27,11 +27,11 @@ const PROBES: [(u16, &str, bool); 5] = [
 ];
 /// Difference between a port that is checked at the VIP and the port that is checked at the server's own address.
 const SERVER_PORT_OFFSET: u16 = 100;
-const CHECK_COUNT: usize = 4;
+const CHECKS_PER_PORT: usize = 4;
 
 /// TCP segment from the load balancer that the server received.
 struct TcpSegment {
-    to: Ipv4Addr,
+    destination: Ipv4Addr,
     /// Source port at the load balancer and destination port at the server.
     ports: (u16, u16),
     is_syn: bool,
@@ -41,79 +41,90 @@ struct TcpSegment {
 /// State of a connection of a health check, according to the segments that the server received.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct CheckConnection {
-    opened_address: Ipv4Addr,
-    reset_address: Option<Ipv4Addr>,
+    syn_destination: Ipv4Addr,
+    reset_destination: Option<Ipv4Addr>,
 }
 
 /// Receiver of a copy of each TCP segment from the load balancer to the server.
-struct Sniffer {
+struct SegmentSniffer {
     segments: Receiver<TcpSegment>,
     /// Connections by the server's port, in the order of their SYNs, each with the load balancer's port.
-    by_port: BTreeMap<u16, Vec<(u16, CheckConnection)>>,
+    connections_by_port: BTreeMap<u16, Vec<(u16, CheckConnection)>>,
 }
 
-impl Sniffer {
+impl SegmentSniffer {
     fn start(server: &Namespace) -> Self {
-        let open = || Ok(Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::TCP))?);
-        let mut socket = server.within(open).unwrap();
+        let open_raw_socket = || Ok(Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::TCP))?);
+        let mut socket = server.run_within(open_raw_socket).unwrap();
         socket.set_recv_buffer_size(1 << 20).unwrap();
         let (sender, segments) = mpsc::channel();
         std::thread::spawn(move || {
             let mut buffer = [0; 2048];
             loop {
                 let length = socket.read(&mut buffer).unwrap();
-                if let Some(segment) = parse(&buffer[..length])
+                if let Some(segment) = parse_segment(&buffer[..length])
                     && sender.send(segment).is_err()
                 {
                     return;
                 }
             }
         });
-        Self { segments, by_port: BTreeMap::new() }
+        Self { segments, connections_by_port: BTreeMap::new() }
     }
 
-    fn read(&mut self) {
+    fn read_segments(&mut self) {
         for segment in self.segments.try_iter() {
             let (own_port, port) = segment.ports;
-            let connections = self.by_port.entry(port).or_default();
-            let of_port = connections.iter_mut().rfind(|(of, _)| *of == own_port);
-            let known =
-                of_port.map(|(_, probed)| probed).filter(|probed| !segment.is_syn || probed.reset_address.is_none());
-            match known {
-                Some(probed) => probed.reset_address = probed.reset_address.or(segment.is_rst.then_some(segment.to)),
-                None => {
-                    connections.push((own_port, CheckConnection { opened_address: segment.to, reset_address: None }))
+            let connections = self.connections_by_port.entry(port).or_default();
+            let same_ports = connections.iter_mut().rfind(|(of, _)| *of == own_port);
+            let open_connection = same_ports
+                .map(|(_, probed)| probed)
+                .filter(|probed| !segment.is_syn || probed.reset_destination.is_none());
+            match open_connection {
+                Some(probed) => {
+                    probed.reset_destination =
+                        probed.reset_destination.or(segment.is_rst.then_some(segment.destination))
                 }
+                None => connections.push((
+                    own_port,
+                    CheckConnection { syn_destination: segment.destination, reset_destination: None },
+                )),
             }
         }
     }
 
-    fn connections(&self, port: u16) -> Vec<CheckConnection> {
-        self.by_port.get(&port).into_iter().flatten().map(|(_, probed)| *probed).collect()
+    fn connections_to_port(&self, port: u16) -> Vec<CheckConnection> {
+        self.connections_by_port.get(&port).into_iter().flatten().map(|(_, probed)| *probed).collect()
     }
 }
 
 /// Parses the headers of a TCP segment in IPv4 without options. `None`: it is not from the load balancer.
-fn parse(packet: &[u8]) -> Option<TcpSegment> {
-    let address = |at: usize| Some(Ipv4Addr::from(<[u8; 4]>::try_from(packet.get(at..at + 4)?).ok()?));
-    let port = |at: usize| Some(u16::from_be_bytes(packet.get(at..at + 2)?.try_into().ok()?));
+fn parse_segment(packet: &[u8]) -> Option<TcpSegment> {
+    let address_at = |at: usize| Some(Ipv4Addr::from(<[u8; 4]>::try_from(packet.get(at..at + 4)?).ok()?));
+    let port_at = |at: usize| Some(u16::from_be_bytes(packet.get(at..at + 2)?.try_into().ok()?));
     let flags = packet.get(33)?;
-    let from_load_balancer = address(12)? == load_balancer_address(1);
+    let is_from_load_balancer = address_at(12)? == load_balancer_address(1);
     let (is_syn, is_rst) = (flags & 0x12 == 0x02, flags & 0x04 != 0);
-    from_load_balancer.then_some(TcpSegment { to: address(16)?, ports: (port(20)?, port(22)?), is_syn, is_rst })
+    is_from_load_balancer.then_some(TcpSegment {
+        destination: address_at(16)?,
+        ports: (port_at(20)?, port_at(22)?),
+        is_syn,
+        is_rst,
+    })
 }
 
 /// Starts nginx at the ports that answer. At the others, the kernel opens connections, and no process accepts them.
 fn start_nginx(testbed: &Testbed) -> Process {
     let directory = testbed.directory().join("probed");
     fs::create_dir_all(&directory).unwrap();
-    let fleet = "probed".parse().unwrap();
-    Authority::init(&certificate_directory(testbed), &fleet, 30 * DAY).unwrap();
-    issue(testbed, Role::Agent, "s1", &fleet, Validity::from_now(DAY)).unwrap();
+    let fleet_name = "probed".parse().unwrap();
+    Authority::init(&certificate_directory(testbed), &fleet_name, 30 * DAY).unwrap();
+    issue(testbed, Role::Agent, "s1", &fleet_name, Validity::from_now(DAY)).unwrap();
     let CredentialFiles { certificate, key, .. } = certificate_files(testbed, Role::Agent, "s1");
-    let listen = |port: u16, more: &str| format!("listen {port}{more}; listen {}{more}; ", port + SERVER_PORT_OFFSET);
-    let listens = [listen(8001, ""), listen(8002, ""), listen(8003, " ssl")].concat();
-    let configuration = directory.join("nginx.conf");
+    let listen_lines =
+        |port: u16, more: &str| format!("listen {port}{more}; listen {}{more}; ", port + SERVER_PORT_OFFSET);
+    let all_listen_lines = [listen_lines(8001, ""), listen_lines(8002, ""), listen_lines(8003, " ssl")].concat();
+    let configuration_path = directory.join("nginx.conf");
     let (errors, pid) = (directory.join("start.log"), directory.join("pid"));
     let (directory, key, certificate) = (directory.display(), key.display(), certificate.display());
     let text = format!(
@@ -121,112 +132,129 @@ fn start_nginx(testbed: &Testbed) -> Process {
          events {{}}\nhttp {{ access_log off; client_body_temp_path {directory}/body;\n\
          proxy_temp_path {directory}/p; fastcgi_temp_path {directory}/f; uwsgi_temp_path {directory}/u;\n\
          scgi_temp_path {directory}/s; ssl_certificate {certificate}; ssl_certificate_key {key};\n\
-         server {{ {listens} return 204; }} }}\n"
+         server {{ {all_listen_lines} return 204; }} }}\n"
     );
-    fs::write(&configuration, text).unwrap();
-    let mut nginx = Command::new("nginx");
-    nginx.arg("-c").arg(configuration).arg("-e").arg(errors);
-    nginx.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-    let mut nginx = testbed.spawn(testbed.server(1).unwrap(), nginx).unwrap();
-    nginx.wait_for_file("nginx", &pid).unwrap();
-    nginx
+    fs::write(&configuration_path, text).unwrap();
+    let mut nginx_command = Command::new("nginx");
+    nginx_command.arg("-c").arg(configuration_path).arg("-e").arg(errors);
+    nginx_command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    let mut nginx_process = testbed.spawn(testbed.server(1).unwrap(), nginx_command).unwrap();
+    nginx_process.wait_for_file("nginx", &pid).unwrap();
+    nginx_process
 }
 
-fn listen_silently(testbed: &Testbed) -> Vec<Socket> {
-    let silent = PROBES.iter().filter(|(_, _, answers)| !answers);
-    let ports = silent.flat_map(|(port, _, _)| [*port, port + SERVER_PORT_OFFSET]);
-    let listen = |port: u16| {
+fn listen_without_accepting(testbed: &Testbed) -> Vec<Socket> {
+    let silent_ports = CHECKED_PORTS.iter().filter(|(_, _, answers)| !answers);
+    let ports = silent_ports.flat_map(|(port, _, _)| [*port, port + SERVER_PORT_OFFSET]);
+    let open_listener = |port: u16| {
         let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
         socket.bind(&std::net::SocketAddr::from(([0, 0, 0, 0], port)).into())?;
         socket.listen(1024)?;
         Ok(socket)
     };
-    testbed.server(1).unwrap().within(|| ports.map(listen).collect()).unwrap()
+    testbed.server(1).unwrap().run_within(|| ports.map(open_listener).collect()).unwrap()
 }
 
 /// Returns the configuration of a service for each kind of check at each address.
-fn services() -> String {
-    let service = |port: u16, check: &str, at: &str| {
+fn service_configs() -> String {
+    let service_config = |port: u16, check: &str, at: &str| {
         format!(
-            "\n[[service]]\nname = \"s{port}\"\nvip = \"{VIP}:{port}\"\npolicy = \"rr\"\n[service.health]\n{check}\n\
+            "\n[[service]]\nname = \"s{port}\"\nvip = \"{FIRST_VIP}:{port}\"\npolicy = \
+             \"rr\"\n[service.health]\n{check}\n\
              at = \"{at}\"\ninterval = \"100ms\"\ntimeout = \"500ms\"\n"
         )
     };
-    let both = |(port, check, _): (u16, &str, bool)| {
-        service(port, check, "vip") + &service(port + SERVER_PORT_OFFSET, check, "server")
+    let configs_of_port = |(port, check, _): (u16, &str, bool)| {
+        service_config(port, check, "vip") + &service_config(port + SERVER_PORT_OFFSET, check, "server")
     };
-    PROBES.map(both).concat()
+    CHECKED_PORTS.map(configs_of_port).concat()
 }
 
 /// Returns the server's connections with the load balancer, as `ss` prints them: without listening sockets and
 /// TIME-WAIT.
-fn open_at_server(testbed: &Testbed) -> Vec<String> {
+fn connections_at_server(testbed: &Testbed) -> Vec<String> {
     let mut ss = Command::new("ss");
-    let peer = load_balancer_address(1).to_string();
-    ss.args(["-Htan", "exclude", "time-wait", "exclude", "listening", "dst", &peer]);
-    let output = testbed.run(testbed.server(1).unwrap(), ss).unwrap();
+    let load_balancer_ip = load_balancer_address(1).to_string();
+    ss.args(["-Htan", "exclude", "time-wait", "exclude", "listening", "dst", &load_balancer_ip]);
+    let output = testbed.run_command(testbed.server(1).unwrap(), ss).unwrap();
     String::from_utf8(output.stdout).unwrap().lines().map(str::to_owned).collect()
 }
 
 /// Returns every checked port, with the address at which it is checked.
 fn checked_sockets() -> impl Iterator<Item = (u16, Ipv4Addr)> {
-    PROBES.into_iter().flat_map(|(port, _, _)| [(port, VIP), (port + SERVER_PORT_OFFSET, server_address(1))])
+    CHECKED_PORTS
+        .into_iter()
+        .flat_map(|(port, _, _)| [(port, FIRST_VIP), (port + SERVER_PORT_OFFSET, server_address(1))])
 }
 
-/// Waits for [`CHECK_COUNT`] more connections at every checked port, successful or not.
-fn wait_for_checks(sniffer: &mut Sniffer) {
-    sniffer.read();
-    let before: BTreeMap<u16, usize> =
-        checked_sockets().map(|(port, _)| (port, sniffer.connections(port).len())).collect();
+/// Waits for [`CHECKS_PER_PORT`] more connections at every checked port, successful or not.
+fn wait_for_checks(sniffer: &mut SegmentSniffer) {
+    sniffer.read_segments();
+    let counts_before: BTreeMap<u16, usize> =
+        checked_sockets().map(|(port, _)| (port, sniffer.connections_to_port(port).len())).collect();
     eventually(*TIMEOUT, "every port is checked", || {
-        sniffer.read();
-        checked_sockets().all(|(port, _)| sniffer.connections(port).len() >= before[&port] + CHECK_COUNT)
+        sniffer.read_segments();
+        checked_sockets()
+            .all(|(port, _)| sniffer.connections_to_port(port).len() >= counts_before[&port] + CHECKS_PER_PORT)
     });
 }
 
 /// Asserts, after the checks have ended, that all connections were reset at the address to which they were opened.
-fn assert_all_ended(testbed: &Testbed, sniffer: &mut Sniffer, what: &str) {
-    let end = Instant::now() + *TIMEOUT / 4;
+fn assert_all_were_reset(testbed: &Testbed, sniffer: &mut SegmentSniffer, what: &str) {
+    let deadline = Instant::now() + *TIMEOUT / 4;
     loop {
-        let open = open_at_server(testbed);
-        if open.is_empty() {
+        let open_connections = connections_at_server(testbed);
+        if open_connections.is_empty() {
             break;
         }
-        assert!(Instant::now() < end, "{what}: {} are open at the server: {open:#?}", open.len());
+        assert!(
+            Instant::now() < deadline,
+            "{what}: {} are open at the server: {open_connections:#?}",
+            open_connections.len()
+        );
         pause(50);
     }
-    sniffer.read();
+    sniffer.read_segments();
     for (port, address) in checked_sockets() {
-        let connections = sniffer.connections(port);
+        let port_connections = sniffer.connections_to_port(port);
         // A server that has closed its end answers TLS's last record with a reset.
         let may_reset_itself = port % SERVER_PORT_OFFSET == 3;
-        let is_reset = |probed: &CheckConnection| {
-            probed.reset_address == Some(address) || probed.reset_address.is_none() && may_reset_itself
+        let was_reset = |probed: &CheckConnection| {
+            probed.reset_destination == Some(address) || probed.reset_destination.is_none() && may_reset_itself
         };
-        let others: Vec<&CheckConnection> =
-            connections.iter().filter(|probed| probed.opened_address != address || !is_reset(probed)).collect();
-        assert!(others.is_empty(), "{what}: port {port}: {} of {}: {others:?}", others.len(), connections.len());
+        let other_connections: Vec<&CheckConnection> =
+            port_connections.iter().filter(|probed| probed.syn_destination != address || !was_reset(probed)).collect();
+        assert!(
+            other_connections.is_empty(),
+            "{what}: port {port}: {} of {}: {other_connections:?}",
+            other_connections.len(),
+            port_connections.len()
+        );
     }
 }
 
 #[test]
-fn connections_of_health_checks_end_at_the_server() {
+fn connections_of_health_checks_are_closed_at_the_server() {
     skip_if!(missing_testbed_rights());
     let options = TestbedOptions { instance: "probed".to_owned(), servers: 1, cores: 1, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
-    let _nginx = start_nginx(&testbed);
-    let _silent = listen_silently(&testbed);
-    let mut sniffer = Sniffer::start(testbed.server(1).unwrap());
-    let options =
-        FleetOptions { policy: "rr".to_owned(), fleet_text: services(), runs_agents: false, ..Default::default() };
+    let _nginx_process = start_nginx(&testbed);
+    let _silent_listeners = listen_without_accepting(&testbed);
+    let mut segment_sniffer = SegmentSniffer::start(testbed.server(1).unwrap());
+    let options = FleetOptions {
+        policy: "rr".to_owned(),
+        fleet_text: service_configs(),
+        runs_agents: false,
+        ..Default::default()
+    };
     let mut fleet = Fleet::start(&testbed, options).unwrap();
 
-    wait_for_checks(&mut sniffer);
+    wait_for_checks(&mut segment_sniffer);
     fleet.set_fleet_text(&testbed, "").unwrap();
-    assert_all_ended(&testbed, &mut sniffer, "checks are removed");
+    assert_all_were_reset(&testbed, &mut segment_sniffer, "checks are removed");
 
-    fleet.set_fleet_text(&testbed, &services()).unwrap();
-    wait_for_checks(&mut sniffer);
+    fleet.set_fleet_text(&testbed, &service_configs()).unwrap();
+    wait_for_checks(&mut segment_sniffer);
     fleet.daemon("lb1").unwrap().terminate(*TIMEOUT).unwrap();
-    assert_all_ended(&testbed, &mut sniffer, "the load balancer's daemon ends");
+    assert_all_were_reset(&testbed, &mut segment_sniffer, "the load balancer's daemon ends");
 }

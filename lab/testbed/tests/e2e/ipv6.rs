@@ -4,14 +4,14 @@
 use std::collections::BTreeSet;
 use std::net::TcpStream;
 
-use coreward_model::consistency::{Consistency, Timestamps};
-use coreward_testbed::addresses::{AddressFamily, DEVICE};
+use coreward_model::consistency::{Consistency, TimestampOrigin};
+use coreward_testbed::addresses::{AddressFamily, HOST_DEVICE};
 use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 
-use crate::support::{TestEnv, assert_unbroken, eventually, run};
+use crate::support::{TestEnv, assert_unbroken, eventually, run_command_text};
 
-fn start(instance: &str, fleet: FleetOptions) -> TestEnv {
+fn start_ipv6_env(instance: &str, fleet: FleetOptions) -> TestEnv {
     let options = TestbedOptions {
         instance: instance.to_owned(),
         servers: 3,
@@ -25,43 +25,44 @@ fn start(instance: &str, fleet: FleetOptions) -> TestEnv {
 fn servers_with_connections(env: &TestEnv) -> BTreeSet<u16> {
     let has_connections = |number: &u16| {
         let server = env.testbed.server(*number).unwrap();
-        !run(&env.testbed, server, "ss -6 -H -t -n state established sport = :80").is_empty()
+        !run_command_text(&env.testbed, server, "ss -6 -H -t -n state established sport = :80").is_empty()
     };
     env.testbed.server_numbers().into_iter().filter(has_connections).collect()
 }
 
 /// Changes the pool and restarts daemons under load, and asserts that no connection breaks.
-fn change_and_restart(env: &mut TestEnv) {
-    let client = env.start_streams(150.0);
+fn assert_changes_break_no_connection(env: &mut TestEnv) {
+    let stream_client = env.start_streams(150.0);
     env.wait_for_connections(225);
     assert_eq!(servers_with_connections(env), BTreeSet::from([1, 2, 3]));
     env.set_admin_state(1, Some(AdminState::Draining));
     env.wait_for_connections(150);
     env.fleet.kill("lb1").unwrap();
     env.wait_for_connections(75);
-    env.fleet.restart(&env.testbed, "lb1").unwrap();
+    env.fleet.restart_daemon(&env.testbed, "lb1").unwrap();
     env.fleet.wait_until_ready(&env.testbed).unwrap();
-    env.fleet.upgrade(&env.testbed, "controller").unwrap();
+    env.fleet.upgrade_daemon(&env.testbed, "controller").unwrap();
     env.fleet.wait_until_ready(&env.testbed).unwrap();
     env.set_admin_state(1, Some(AdminState::Active));
     env.set_admin_state(2, None);
     env.wait_for_connections(150);
-    assert_unbroken(client);
+    assert_unbroken(stream_client);
 }
 
 #[test]
 fn stamped_ipv6_connections_survive_pool_changes_and_restarts() {
     skip_if!(missing_testbed_rights());
-    let mut env = start("ipv6", FleetOptions::default());
-    change_and_restart(&mut env);
+    let mut env = start_ipv6_env("ipv6", FleetOptions::default());
+    assert_changes_break_no_connection(&mut env);
     assert!(env.sum_counter("established") > 1_000 && env.sum_counter("flow_table") == 0);
 }
 
 #[test]
 fn ipv6_connections_without_cookies_survive_pool_changes_and_restarts() {
     skip_if!(missing_testbed_rights());
-    let mut env = start("ipv6off", FleetOptions { timestamps: Timestamps::Off, ..FleetOptions::default() });
-    change_and_restart(&mut env);
+    let mut env =
+        start_ipv6_env("ipv6off", FleetOptions { timestamps: TimestampOrigin::Off, ..FleetOptions::default() });
+    assert_changes_break_no_connection(&mut env);
     assert!(env.sum_counter("flow_table") > 1_000 && env.sum_counter("established") == 0);
 }
 
@@ -73,19 +74,20 @@ fn ipv6_services_are_checked_announced_and_explained() {
         load_balancer_text: "[announce]\n".to_owned(),
         ..FleetOptions::default()
     };
-    let env = start("ipv6show", options);
-    let balancer = env.testbed.load_balancer(1).unwrap();
+    let env = start_ipv6_env("ipv6show", options);
+    let lb_host = env.testbed.load_balancer(1).unwrap();
     let vip = env.testbed.service();
     eventually(*TIMEOUT, "the VIP is announced", || {
         // Before its first route the table does not exist, which `ip` would report as an error.
-        run(&env.testbed, balancer, "ip -6 route show table all")
+        run_command_text(&env.testbed, lb_host, "ip -6 route show table all")
             .contains(&format!("blackhole {} dev lo table 7400 proto 174", vip.ip()))
     });
-    let explained =
-        env.coreward(&["explain", "--vip", &vip.to_string(), "--client", "[2001:db8::a01:7]:40000"]).unwrap();
-    assert!(explained.contains("have their turns in this order"), "{explained}");
-    let mixed = env.coreward(&["explain", "--vip", &vip.to_string(), "--client", "10.1.0.7:40000"]).unwrap_err();
-    assert!(mixed.to_string().contains("different address families"), "{mixed}");
+    let explanation =
+        env.run_coreward(&["explain", "--vip", &vip.to_string(), "--client", "[2001:db8::a01:7]:40000"]).unwrap();
+    assert!(explanation.contains("have their turns in this order"), "{explanation}");
+    let mixed_families_error =
+        env.run_coreward(&["explain", "--vip", &vip.to_string(), "--client", "10.1.0.7:40000"]).unwrap_err();
+    assert!(mixed_families_error.to_string().contains("different address families"), "{mixed_families_error}");
     // No server listens at the port of the checks.
     eventually(*TIMEOUT, "servers are down", || {
         let status = env.fleet.status(&env.testbed).unwrap();
@@ -95,23 +97,24 @@ fn ipv6_services_are_checked_announced_and_explained() {
 }
 
 #[test]
-fn servers_are_found_by_neighbour_discovery() {
+fn ipv6_servers_are_resolved_by_neighbour_discovery() {
     skip_if!(missing_testbed_rights());
-    let mut env = start("ipv6nds", FleetOptions { servers_family: AddressFamily::Ipv6, ..FleetOptions::default() });
-    change_and_restart(&mut env);
-    let unresolved = |env: &TestEnv| {
+    let mut env =
+        start_ipv6_env("ipv6nds", FleetOptions { servers_family: AddressFamily::Ipv6, ..FleetOptions::default() });
+    assert_changes_break_no_connection(&mut env);
+    let unresolved_servers = |env: &TestEnv| {
         let status = env.fleet.status(&env.testbed).unwrap();
         status["load_balancers"][0]["state"]["unresolved_servers"] == serde_json::json!(["s3"])
     };
     let server = env.testbed.server(3).unwrap();
-    run(&env.testbed, server, &format!("ip link set {DEVICE} down"));
-    eventually(*TIMEOUT, "the load balancer misses the server", || unresolved(&env));
+    run_command_text(&env.testbed, server, &format!("ip link set {HOST_DEVICE} down"));
+    eventually(*TIMEOUT, "the load balancer misses the server", || unresolved_servers(&env));
 }
 
 #[test]
-fn daemons_reach_their_controller_and_each_other_by_ipv6() {
+fn daemons_reach_the_controller_and_each_other_by_ipv6() {
     skip_if!(missing_testbed_rights());
-    let fleet = FleetOptions {
+    let fleet_options = FleetOptions {
         control_family: AddressFamily::Ipv6,
         servers_family: AddressFamily::Ipv6,
         consistency: Consistency::Stateful,
@@ -125,54 +128,55 @@ fn daemons_reach_their_controller_and_each_other_by_ipv6() {
         family,
         ..TestbedOptions::default()
     };
-    let mut env = TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..fleet });
+    let mut env = TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..fleet_options });
     eventually(*TIMEOUT, "load balancers find each other", || {
         let status = env.fleet.status(&env.testbed).unwrap();
         let balancers = status["load_balancers"].as_array().unwrap();
-        let found =
+        let lb_addresses =
             |balancer: &serde_json::Value| balancer["state"]["unresolved_load_balancers"] == serde_json::json!([]);
-        balancers.len() == 2 && balancers.iter().all(found)
+        balancers.len() == 2 && balancers.iter().all(lb_addresses)
     });
-    change_and_restart(&mut env);
+    assert_changes_break_no_connection(&mut env);
 }
 
 /// Here, servers listen only on the VIP.
 #[test]
 fn ipv6_servers_are_checked_at_the_vip() {
     skip_if!(missing_testbed_rights());
-    let more = "[service.health]\ninterval = \"200ms\"\nfall = 2\n".to_owned();
-    let env = start(
+    let health_config = "[service.health]\ninterval = \"200ms\"\nfall = 2\n".to_owned();
+    let env = start_ipv6_env(
         "ipv6vip",
-        FleetOptions { fleet_text: more, servers_family: AddressFamily::Ipv6, ..FleetOptions::default() },
+        FleetOptions { fleet_text: health_config, servers_family: AddressFamily::Ipv6, ..FleetOptions::default() },
     );
-    let checks_of = |server: &str, up: bool| {
+    let has_checks = |server: &str, up: bool| {
         let status = env.fleet.status(&env.testbed).unwrap();
         let members = status["services"][0]["members"].as_array().unwrap().clone();
-        let is_it = |member: &serde_json::Value| member["server"] == server && member["checks"][0]["up"] == up;
-        members.iter().any(is_it)
+        let is_expected_member =
+            |member: &serde_json::Value| member["server"] == server && member["checks"][0]["up"] == up;
+        members.iter().any(is_expected_member)
     };
     for server in ["s1", "s2", "s3"] {
-        eventually(*TIMEOUT, "checks of every server succeed", || checks_of(server, true));
+        eventually(*TIMEOUT, "checks of every server succeed", || has_checks(server, true));
     }
     let vip = env.testbed.service().ip();
-    run(&env.testbed, env.testbed.server(3).unwrap(), &format!("ip -6 address delete {vip}/128 dev lo"));
-    eventually(*TIMEOUT, "checks of the server without the VIP fail", || checks_of("s3", false));
-    assert!(checks_of("s1", true));
+    run_command_text(&env.testbed, env.testbed.server(3).unwrap(), &format!("ip -6 address delete {vip}/128 dev lo"));
+    eventually(*TIMEOUT, "checks of the server without the VIP fail", || has_checks("s3", false));
+    assert!(has_checks("s1", true));
 }
 
 /// Linux answers neighbour solicitations only for addresses of the receiving device, so a VIP on `lo` needs no setting.
 #[test]
 fn server_does_not_answer_neighbour_solicitations_for_a_vip_on_lo() {
     skip_if!(missing_testbed_rights());
-    let env = start("ipv6nd", FleetOptions::default());
+    let env = start_ipv6_env("ipv6nd", FleetOptions::default());
     let vip = env.testbed.service();
     let client = env.testbed.client();
     let server = env.testbed.server(1).unwrap();
     // The client sends a solicitation for the VIP, as a neighbour would.
-    run(&env.testbed, client, &format!("ip -6 route add {}/128 dev {DEVICE}", vip.ip()));
-    let answers = || client.within(|| Ok(TcpStream::connect_timeout(&vip, *TIMEOUT).is_ok())).unwrap();
-    assert!(!answers(), "a server answers for the VIP on lo");
-    run(&env.testbed, server, &format!("ip -6 address add {}/128 dev {DEVICE} nodad", vip.ip()));
-    run(&env.testbed, client, "ip -6 neighbour flush all");
-    assert!(answers(), "the server does not answer for the VIP on its device");
+    run_command_text(&env.testbed, client, &format!("ip -6 route add {}/128 dev {HOST_DEVICE}", vip.ip()));
+    let can_connect = || client.run_within(|| Ok(TcpStream::connect_timeout(&vip, *TIMEOUT).is_ok())).unwrap();
+    assert!(!can_connect(), "a server answers for the VIP on lo");
+    run_command_text(&env.testbed, server, &format!("ip -6 address add {}/128 dev {HOST_DEVICE} nodad", vip.ip()));
+    run_command_text(&env.testbed, client, "ip -6 neighbour flush all");
+    assert!(can_connect(), "the server does not answer for the VIP on its device");
 }

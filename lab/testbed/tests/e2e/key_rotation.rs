@@ -13,22 +13,22 @@ fn key_rotation_breaks_no_connection() {
     let options =
         TestbedOptions { instance: "keys".to_owned(), servers: 4, load_balancers: 2, ..TestbedOptions::default() };
     let mut env = TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..FleetOptions::default() });
-    let streams = env.start_streams(150.0);
+    let stream_client = env.start_streams(150.0);
     env.wait_for_connections(300);
-    let stamps =
-        |env: &TestEnv, key: u32| env.coreward(&["keys", "show"]).unwrap().contains(&format!("key {key} stamps"));
-    assert!(stamps(&env, 0));
+    let stamps_with_new_key =
+        |env: &TestEnv, key: u32| env.run_coreward(&["keys", "show"]).unwrap().contains(&format!("key {key} stamps"));
+    assert!(stamps_with_new_key(&env, 0));
     env.set_admin_state(1, Some(AdminState::Draining));
     for (key, upgraded) in [(1, "lb1"), (0, "agent-s1")] {
         // The rotation follows the previous one sooner than is safe for idle connections; these connections are not
         // idle.
-        env.coreward(&["keys", "rotate", "--force"]).unwrap();
-        eventually(*TIMEOUT, "the other key stamps", || stamps(&env, key));
+        env.run_coreward(&["keys", "rotate", "--force"]).unwrap();
+        eventually(*TIMEOUT, "the other key stamps", || stamps_with_new_key(&env, key));
         eventually_in_force(&env.fleet, &env.testbed);
         // Agents stamp with a new key a second later.
         env.wait_for_connections(225);
-        env.fleet.upgrade(&env.testbed, upgraded).unwrap();
+        env.fleet.upgrade_daemon(&env.testbed, upgraded).unwrap();
     }
     env.fleet.kill_load_balancer(&mut env.testbed, 1, Duration::from_millis(150)).unwrap();
-    assert_unbroken(streams);
+    assert_unbroken(stream_client);
 }

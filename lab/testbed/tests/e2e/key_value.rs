@@ -6,7 +6,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use coreward_load::key_value::{DATAGRAM_BYTES_MAX, Request, Status, key_name, parse_response};
+use coreward_load::key_value::{MAX_DATAGRAM_BYTES, Request, ResponseStatus, key_name, parse_response};
 use coreward_testbed::TIMEOUT;
 use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::fleet::lab_command;
@@ -16,23 +16,23 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::support::eventually;
-use crate::support::load::{report, start_load};
+use crate::support::load::{report, start_load_generator};
 
-fn eventually_answered(server: &KeyValueServer, requests: u64) {
-    let answered = || server.counters().unwrap().iter().map(|counters| counters.answered).sum::<u64>();
-    eventually(*TIMEOUT, "requests are answered", || answered() >= requests);
+fn assert_eventually_answered(server: &KeyValueServer, requests: u64) {
+    let answered_requests = || server.read_counters().unwrap().iter().map(|counters| counters.answered).sum::<u64>();
+    eventually(*TIMEOUT, "requests are answered", || answered_requests() >= requests);
 }
 
 /// Client of the key-value server that has at most one outstanding request.
-struct Client {
+struct KeyValueClient {
     socket: UdpSocket,
     next_id: u32,
 }
 
 /// Response: status, number of the worker, and key-value pairs.
-type Answer = (u8, u16, Vec<(Vec<u8>, Vec<u8>)>);
+type ParsedResponse = (u8, u16, Vec<(Vec<u8>, Vec<u8>)>);
 
-impl Client {
+impl KeyValueClient {
     fn open() -> anyhow::Result<Self> {
         let socket = UdpSocket::bind("0.0.0.0:0")?;
         socket.connect(SERVICE_ADDRESS)?;
@@ -40,7 +40,7 @@ impl Client {
         Ok(Self { socket, next_id: 0 })
     }
 
-    fn request(&mut self, request_type: &str, key: &str, value: &str) -> anyhow::Result<Answer> {
+    fn request_and_wait(&mut self, request_type: &str, key: &str, value: &str) -> anyhow::Result<ParsedResponse> {
         let id = self.next_id;
         self.next_id += 1;
         let (key, value) = (key.as_bytes(), value.as_bytes());
@@ -48,55 +48,59 @@ impl Client {
         let mut datagram = Vec::new();
         request.write(&mut datagram);
         self.socket.send(&datagram)?;
-        let (mut buffer, mut all, mut parts) = ([0; DATAGRAM_BYTES_MAX + 1], Vec::new(), 1);
-        let mut answer = (0, 0);
-        let mut part = 0;
-        while part < parts {
+        let (mut buffer, mut all, mut parts) = ([0; MAX_DATAGRAM_BYTES + 1], Vec::new(), 1);
+        let mut status_and_worker = (0, 0);
+        let mut next_part = 0;
+        while next_part < parts {
             let length = self.socket.recv(&mut buffer).with_context(|| format!("no answer to {request:?}"))?;
             let (header, pairs) = parse_response(&buffer[..length]).context("a response")?;
-            assert_eq!((header.id.get(), header.request_type), (id, request.request_type.byte()));
-            assert_eq!(header.part, part, "parts come in order on one segment");
+            assert_eq!((header.id.get(), header.request_type), (id, request.request_type.as_byte()));
+            assert_eq!(header.part, next_part, "parts come in order on one segment");
             all.extend(pairs.into_iter().map(|(key, value)| (key.to_vec(), value.to_vec())));
-            (answer, parts) = ((header.status, header.worker.get()), header.parts);
-            part += 1;
+            (status_and_worker, parts) = ((header.status, header.worker_index.get()), header.part_count);
+            next_part += 1;
         }
-        Ok((answer.0, answer.1, all))
+        Ok((status_and_worker.0, status_and_worker.1, all))
     }
 }
 
 #[test]
-fn get_returns_the_stored_value() -> anyhow::Result<()> {
+fn get_returns_the_value_of_the_last_put() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create_direct("tkvget")?;
-    let put_and_get = |shared: bool| {
-        testbed.client().within(|| {
-            let mut clients: Vec<Client> = (0..24).map(|_| Client::open()).collect::<anyhow::Result<_>>()?;
-            let (_, writer, _) = clients[0].request("PUT", "new", "value")?;
-            let mut others = 0;
+    let assert_put_and_get = |shared: bool| {
+        testbed.client().run_within(|| {
+            let mut clients: Vec<KeyValueClient> =
+                (0..24).map(|_| KeyValueClient::open()).collect::<anyhow::Result<_>>()?;
+            let (_, writer, _) = clients[0].request_and_wait("PUT", "new", "value")?;
+            let mut other_worker_answers = 0;
             for client in &mut clients {
-                let (status, worker, pairs) = client.request("GET", "new", "")?;
-                others += usize::from(worker != writer);
+                let (status, worker, pairs) = client.request_and_wait("GET", "new", "")?;
+                other_worker_answers += usize::from(worker != writer);
                 if shared || worker == writer {
-                    assert_eq!((status, pairs), (Status::Done as u8, vec![(b"new".to_vec(), b"value".to_vec())]));
+                    assert_eq!(
+                        (status, pairs),
+                        (ResponseStatus::Done as u8, vec![(b"new".to_vec(), b"value".to_vec())])
+                    );
                 } else {
-                    assert_eq!((status, pairs), (Status::NotFound as u8, vec![]), "a store per process");
+                    assert_eq!((status, pairs), (ResponseStatus::NotFound as u8, vec![]), "a store per process");
                 }
                 // All stores have equal contents.
-                let (status, _, pairs) = client.request("SCAN105", &key_name(5_000), "")?;
-                assert_eq!((status, pairs.len()), (Status::Done as u8, 105));
+                let (status, _, pairs) = client.request_and_wait("SCAN105", &key_name(5_000), "")?;
+                assert_eq!((status, pairs.len()), (ResponseStatus::Done as u8, 105));
                 assert_eq!(pairs[104].0, key_name(5_104).into_bytes());
             }
             // All 24 flows reach one of four workers once in 4^23 runs.
-            assert!(others > 0, "every flow at worker {writer}");
+            assert!(other_worker_answers > 0, "every flow at worker {writer}");
             Ok(())
         })
     };
     let server = testbed.start_key_value_server(1, &[])?;
     assert_eq!(server.worker_pids().len(), 4);
-    put_and_get(false)?;
+    assert_put_and_get(false)?;
     drop(server);
     let _server = testbed.start_key_value_server(1, &["--threads"])?;
-    put_and_get(true)
+    assert_put_and_get(true)
 }
 
 #[test]
@@ -105,24 +109,24 @@ fn invalid_request_is_counted_and_not_answered() -> anyhow::Result<()> {
     let testbed = Testbed::create_direct("tkvbad")?;
     // SCAN47 has no published time.
     let server = testbed.start_key_value_server(1, &["--paced", "--workers", "1"])?;
-    testbed.client().within(|| {
-        let mut client = Client::open()?;
+    testbed.client().run_within(|| {
+        let mut client = KeyValueClient::open()?;
         client.socket.send(b"")?;
         client.socket.send(&[0; 12])?;
         client.socket.send(&[1; 65_000])?;
-        let mut unpaced = Vec::new();
+        let mut request_without_time = Vec::new();
         let request_type = "SCAN47".parse()?;
-        Request { request_type, id: 99, service_ns: 0, key: b"", value: b"" }.write(&mut unpaced);
-        client.socket.send(&unpaced)?;
+        Request { request_type, id: 99, service_ns: 0, key: b"", value: b"" }.write(&mut request_without_time);
+        client.socket.send(&request_without_time)?;
         // The server answers in order: an answer to the earlier request would come first, with another id.
-        client.request("GET", &key_name(1), "")?;
+        client.request_and_wait("GET", &key_name(1), "")?;
         Ok(())
     })?;
     // The worker counts an answer after sending it, so the client may be faster.
     eventually(*TIMEOUT, "the answer is counted", || {
-        server.counters().unwrap().iter().map(|worker| worker.answered).sum::<u64>() > 0
+        server.read_counters().unwrap().iter().map(|worker| worker.answered).sum::<u64>() > 0
     });
-    let [counters] = server.counters()?[..] else { panic!("one worker") };
+    let [counters] = server.read_counters()?[..] else { panic!("one worker") };
     assert_eq!((counters.received, counters.answered, counters.refused), (5, 1, 4), "{counters:?}");
     assert_eq!(counters.busy_ns, 975);
     Ok(())
@@ -134,48 +138,56 @@ fn requests_of_a_dead_worker_are_lost_and_counted() -> anyhow::Result<()> {
     let testbed = Testbed::create_direct("tkvdead")?;
     // The master keeps the socket open, so the kernel continues to give the dead worker its share.
     let server = testbed.start_key_value_server(1, &["--workers", "2", "--keep-sockets"])?;
-    let load = start_load(&testbed, "--rate 500 --seconds 8 --warm-up 0 --timeout 10 --mix GET=0.5,PUT=0.5")?;
-    eventually_answered(&server, 2_000);
+    let load_process =
+        start_load_generator(&testbed, "--rate 500 --seconds 8 --warm-up 0 --timeout 10 --mix GET=0.5,PUT=0.5")?;
+    assert_eventually_answered(&server, 2_000);
     kill(Pid::from_raw(server.worker_pid(0)?.try_into()?), Signal::SIGKILL)?;
-    let report = report(load)?;
-    let count = |name: &str| report[name].as_u64().unwrap();
-    assert_eq!(count("requests"), count("completed") + count("lost"), "{report}");
+    let report = report(load_process)?;
+    let report_count = |name: &str| report[name].as_u64().unwrap();
+    assert_eq!(report_count("requests"), report_count("completed") + report_count("lost"), "{report}");
     // Half of the flows lose requests for half of the time; the number of such flows is random.
-    assert!(count("lost") > count("requests") / 20 && count("lost") < count("requests") / 2, "{report}");
-    let answered: u64 = server.counters()?.iter().map(|counters| counters.answered).sum();
+    assert!(
+        report_count("lost") > report_count("requests") / 20 && report_count("lost") < report_count("requests") / 2,
+        "{report}"
+    );
+    let answered_requests: u64 = server.read_counters()?.iter().map(|counters| counters.answered).sum();
     // The worker may be killed between an answer and its count, or its answer may have arrived too late.
-    assert!(answered.abs_diff(count("completed")) <= 1, "{answered}: {report}");
-    let by_class = |name: &str| -> u64 {
+    assert!(answered_requests.abs_diff(report_count("completed")) <= 1, "{answered_requests}: {report}");
+    let sum_over_classes = |name: &str| -> u64 {
         report["classes"].as_array().unwrap().iter().map(|class| class[name].as_u64().unwrap()).sum()
     };
-    assert_eq!((by_class("requests"), by_class("lost")), (count("requests"), count("lost")));
+    assert_eq!(
+        (sum_over_classes("requests"), sum_over_classes("lost")),
+        (report_count("requests"), report_count("lost"))
+    );
     Ok(())
 }
 
 #[test]
-fn ended_worker_is_restarted() -> anyhow::Result<()> {
+fn killed_worker_is_restarted() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create_direct("tkvrestart")?;
     let server = testbed.start_key_value_server(1, &["--workers", "2", "--restart"])?;
     // The socket exists before the worker starts.
-    let other_than = |before: Option<u32>| {
-        let end = std::time::Instant::now() + *TIMEOUT;
+    let worker_pid_other_than = |before: Option<u32>| {
+        let deadline = std::time::Instant::now() + *TIMEOUT;
         loop {
             match server.worker_pid(1) {
                 Ok(pid) if before != Some(pid) => return pid,
-                _ => assert!(std::time::Instant::now() < end, "no worker 1 but {before:?}"),
+                _ => assert!(std::time::Instant::now() < deadline, "no worker 1 but {before:?}"),
             }
             std::thread::sleep(Duration::from_millis(5));
         }
     };
-    let before = other_than(None);
-    kill(Pid::from_raw(before.try_into()?), Signal::SIGKILL)?;
-    other_than(Some(before));
+    let old_worker_pid = worker_pid_other_than(None);
+    kill(Pid::from_raw(old_worker_pid.try_into()?), Signal::SIGKILL)?;
+    worker_pid_other_than(Some(old_worker_pid));
     std::thread::sleep(Duration::from_millis(100));
-    let report = report(start_load(&testbed, "--rate 1000 --seconds 1 --warm-up 0 --timeout 10 --measure 100")?)?;
+    let report =
+        report(start_load_generator(&testbed, "--rate 1000 --seconds 1 --warm-up 0 --timeout 10 --measure 100")?)?;
     assert_eq!(report["lost"], 0, "{report}");
-    let workers = report["workers"].as_array().unwrap();
-    assert_eq!(workers.len(), 2, "{report}");
+    let report_workers = report["workers"].as_array().unwrap();
+    assert_eq!(report_workers.len(), 2, "{report}");
     // Programs rely on these names.
     for name in ["offered_rps", "completed_rps", "lost", "latency_us", "classes", "measure", "lateness_us"] {
         assert!(report.get(name).is_some(), "{name}: {report}");
@@ -187,19 +199,19 @@ fn ended_worker_is_restarted() -> anyhow::Result<()> {
 }
 
 #[test]
-fn interrupted_run_reports_its_measurements() -> anyhow::Result<()> {
+fn interrupted_load_reports_its_measurements() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create_direct("tkvctrlc")?;
     let server = testbed.start_key_value_server(1, &[])?;
-    let load = start_load(&testbed, "--rate 1000 --seconds 50 --warm-up 0 --timeout 10")?;
-    eventually_answered(&server, 1_500);
-    load.signal(Signal::SIGINT)?;
-    let report = report(load)?;
-    let seconds = report["seconds"].as_f64().unwrap();
-    assert!(seconds > 0.5 && seconds < 20.0, "{report}");
-    let requests = report["requests"].as_f64().unwrap();
+    let load_process = start_load_generator(&testbed, "--rate 1000 --seconds 50 --warm-up 0 --timeout 10")?;
+    assert_eventually_answered(&server, 1_500);
+    load_process.send_signal(Signal::SIGINT)?;
+    let report = report(load_process)?;
+    let measured_seconds = report["seconds"].as_f64().unwrap();
+    assert!(measured_seconds > 0.5 && measured_seconds < 20.0, "{report}");
+    let request_count = report["requests"].as_f64().unwrap();
     // Poisson arrivals: 1,500 within six standard deviations.
-    assert!((requests / seconds / 1_000.0 - 1.0).abs() < 0.16, "{report}");
+    assert!((request_count / measured_seconds / 1_000.0 - 1.0).abs() < 0.16, "{report}");
     assert_eq!((report["lost"].as_u64(), &report["completed"]), (Some(0), &report["requests"]), "{report}");
     Ok(())
 }

@@ -4,8 +4,8 @@
 
 use std::process::Command;
 
-use coreward_model::consistency::Timestamps;
-use coreward_testbed::addresses::{AddressFamily, DEVICE};
+use coreward_model::consistency::TimestampOrigin;
+use coreward_testbed::addresses::{AddressFamily, HOST_DEVICE};
 use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 use serde_json::Value;
@@ -22,13 +22,13 @@ fn start_env(instance: &str, family: AddressFamily, tcp_timestamps: &[&str]) -> 
         routes_answers_via_load_balancer: true,
         ..TestbedOptions::default()
     };
-    let fleet = FleetOptions {
+    let fleet_options = FleetOptions {
         policy: "rr".to_owned(),
-        timestamps: Timestamps::LoadBalancer,
+        timestamps: TimestampOrigin::LoadBalancer,
         runs_agents: false,
         ..FleetOptions::default()
     };
-    let env = TestEnv::start(options, fleet);
+    let env = TestEnv::start(options, fleet_options);
     for (number, value) in (1..).zip(tcp_timestamps) {
         env.testbed.server(number).unwrap().set_sysctls(&[("ipv4/tcp_timestamps", value)]).unwrap();
     }
@@ -36,136 +36,139 @@ fn start_env(instance: &str, family: AddressFamily, tcp_timestamps: &[&str]) -> 
 }
 
 /// Returns the state that load balancer 1 reports.
-fn state(env: &TestEnv) -> Value {
+fn query_lb_state(env: &TestEnv) -> Value {
     env.fleet.status(&env.testbed).unwrap()["load_balancers"][0]["state"].clone()
 }
 
 /// Returns the state and the fault of the load balancer's model of a server's timestamp clock.
-fn clock(env: &TestEnv, server: &str) -> (String, String) {
-    let state = state(env);
-    let clocks = state["server_clocks"].as_array().cloned().unwrap_or_default();
-    let clock = clocks.iter().find(|clock| clock["server"] == server);
-    let text = |key: &str| clock.and_then(|clock| clock[key].as_str()).unwrap_or_default().to_owned();
+fn server_clock_state_and_fault(env: &TestEnv, server: &str) -> (String, String) {
+    let lb_state = query_lb_state(env);
+    let server_clocks = lb_state["server_clocks"].as_array().cloned().unwrap_or_default();
+    let server_clock = server_clocks.iter().find(|clock| clock["server"] == server);
+    let text = |key: &str| server_clock.and_then(|clock| clock[key].as_str()).unwrap_or_default().to_owned();
     (text("state"), text("problem"))
 }
 
-fn set_forwarding(env: &TestEnv, value: &str) {
-    let load_balancer = env.testbed.load_balancer(1).unwrap();
-    let setting = match env.testbed.options().family {
-        AddressFamily::Ipv4 => format!("ipv4/conf/{DEVICE}/forwarding"),
+fn set_kernel_forwarding(env: &TestEnv, value: &str) {
+    let lb_host = env.testbed.load_balancer(1).unwrap();
+    let forwarding_sysctl = match env.testbed.options().family {
+        AddressFamily::Ipv4 => format!("ipv4/conf/{HOST_DEVICE}/forwarding"),
         AddressFamily::Ipv6 => "ipv6/conf/all/forwarding".to_owned(),
     };
-    load_balancer.set_sysctls(&[(&setting, value)]).unwrap();
+    lb_host.set_sysctls(&[(&forwarding_sysctl, value)]).unwrap();
 }
 
 /// Values of net.ipv4.tcp_timestamps: one clock for all connections, or one for each connection (Linux' default).
-const ONE_CLOCK: &str = "2";
-const OWN_CLOCKS: &str = "1";
+const ONE_CLOCK_FOR_ALL: &str = "2";
+const CLOCK_PER_CONNECTION: &str = "1";
 
 /// Opens connections to every server until all servers' clocks have this state at the load balancer.
-fn warm_up(env: &TestEnv, state: &str) {
+fn open_until_clocks_are_known(env: &TestEnv, state: &str) {
     let client = env.testbed.client();
     // These ports are below the ports of later streams.
     client.set_sysctls(&[("ipv4/ip_local_port_range", "2000 9000")]).unwrap();
     let vip = env.testbed.service().ip();
     // Answers of one connection, 200 ms apart, show the rate of its clock.
-    let one = format!("exec 3<>/dev/tcp/{vip}/80; for n in {{1..5}}; do printf x >&3; sleep 0.2; done");
-    let script = format!("for n in {{1..40}}; do ({one}) & done; wait");
+    let one_connection_script =
+        format!("exec 3<>/dev/tcp/{vip}/80; for n in {{1..5}}; do printf x >&3; sleep 0.2; done");
+    let connections_script = format!("for n in {{1..40}}; do ({one_connection_script}) & done; wait");
     let servers = env.testbed.server_numbers();
     eventually(*TIMEOUT, "all clocks are known", || {
-        let mut connect = Command::new("bash");
-        connect.args(["-c", &script]);
-        env.testbed.run(client, connect).unwrap();
-        servers.iter().all(|number| clock(env, &format!("s{number}")).0 == state)
+        let mut bash_command = Command::new("bash");
+        bash_command.args(["-c", &connections_script]);
+        env.testbed.run_command(client, bash_command).unwrap();
+        servers.iter().all(|number| server_clock_state_and_fault(env, &format!("s{number}")).0 == state)
     });
 }
 
 #[test]
-fn servers_without_an_agent_join_and_leave_without_broken_connections() {
+fn servers_without_an_agent_join_and_leave_without_breaking_connections() {
     skip_if!(missing_testbed_rights());
-    no_connection_breaks("lbts", AddressFamily::Ipv4, ONE_CLOCK, "known");
+    assert_no_connection_breaks("lbts", AddressFamily::Ipv4, ONE_CLOCK_FOR_ALL, "known");
 }
 
 #[test]
-fn servers_without_an_agent_join_and_leave_without_broken_ipv6_connections() {
+fn servers_without_an_agent_join_and_leave_without_breaking_ipv6_connections() {
     skip_if!(missing_testbed_rights());
-    no_connection_breaks("lbts6", AddressFamily::Ipv6, ONE_CLOCK, "known");
+    assert_no_connection_breaks("lbts6", AddressFamily::Ipv6, ONE_CLOCK_FOR_ALL, "known");
 }
 
 #[test]
-fn plain_linux_servers_join_and_leave_without_broken_connections() {
+fn plain_linux_servers_join_and_leave_without_breaking_connections() {
     skip_if!(missing_testbed_rights());
-    no_connection_breaks("lbtsplain", AddressFamily::Ipv4, OWN_CLOCKS, "per-connection");
+    assert_no_connection_breaks("lbtsplain", AddressFamily::Ipv4, CLOCK_PER_CONNECTION, "per-connection");
 }
 
 /// Returns the numbers of established connections' packets that the cookie and the flow table have placed.
 fn packets_by_decision(env: &TestEnv) -> [u64; 2] {
-    let services = state(env)["stamped_services"].clone();
-    ["by_cookie", "by_flow_table"].map(|decision| services[0][decision].as_u64().unwrap())
+    let stamped_services = query_lb_state(env)["stamped_services"].clone();
+    ["by_cookie", "by_flow_table"].map(|decision| stamped_services[0][decision].as_u64().unwrap())
 }
 
 /// Asserts that the cookie has placed at least 99 % of the packets of established connections since `before`.
 fn assert_decided_by_cookie(env: &TestEnv, before: [u64; 2]) {
-    let after = packets_by_decision(env);
-    let [by_cookie, by_flow_table] = [0, 1].map(|decision| after[decision] - before[decision]);
+    let packets_after = packets_by_decision(env);
+    let [by_cookie, by_flow_table] = [0, 1].map(|decision| packets_after[decision] - before[decision]);
     println!("{by_cookie} packets by the cookie, {by_flow_table} by the flow table");
     assert!(by_cookie > 1_000 && by_flow_table <= by_cookie / 100, "{by_cookie} by the cookie, {by_flow_table} not");
     let vip = env.testbed.service().to_string();
-    let client = if vip.starts_with('[') { "[2001:db8::7]:40312" } else { "192.0.2.7:40312" };
-    let text = env.coreward(&["explain", "--vip", &vip, "--client", client]).unwrap();
+    let client_address = if vip.starts_with('[') { "[2001:db8::7]:40312" } else { "192.0.2.7:40312" };
+    let text = env.run_coreward(&["explain", "--vip", &vip, "--client", client_address]).unwrap();
     assert!(text.contains(" % of its established packets by the cookie."), "{text}");
 }
 
 /// Asserts that no connection breaks while servers join and leave, keys change, and the load balancer restarts.
-fn no_connection_breaks(instance: &str, family: AddressFamily, tcp_timestamps: &str, known: &str) {
+fn assert_no_connection_breaks(instance: &str, family: AddressFamily, tcp_timestamps: &str, known: &str) {
     let mut env = start_env(instance, family, &[tcp_timestamps; 5]);
     // A load balancer that loses its state breaks connections that are not stamped, so the test must not have any.
-    warm_up(&env, known);
+    open_until_clocks_are_known(&env, known);
     env.set_admin_state(5, None);
     env.fleet.wait_until_ready(&env.testbed).unwrap();
-    let before = packets_by_decision(&env);
-    let client = env.start_streams(150.0);
+    let packets_before = packets_by_decision(&env);
+    let stream_client = env.start_streams(150.0);
     env.wait_for_connections(300);
     env.set_admin_state(1, Some(AdminState::Draining));
     env.wait_for_connections(75);
     env.set_admin_state(5, Some(AdminState::Active));
     env.wait_for_connections(75);
-    assert_decided_by_cookie(&env, before);
+    assert_decided_by_cookie(&env, packets_before);
     env.fleet.kill("lb1").unwrap();
     env.wait_for_connections(30);
-    env.fleet.restart(&env.testbed, "lb1").unwrap();
+    env.fleet.restart_daemon(&env.testbed, "lb1").unwrap();
     env.wait_for_connections(75);
     env.set_admin_state(2, None);
     env.wait_for_connections(75);
-    env.coreward(&["keys", "rotate", "--force"]).unwrap();
-    env.fleet.upgrade(&env.testbed, "lb1").unwrap();
+    env.run_coreward(&["keys", "rotate", "--force"]).unwrap();
+    env.fleet.upgrade_daemon(&env.testbed, "lb1").unwrap();
     env.wait_for_connections(150);
     env.set_admin_state(1, Some(AdminState::Active));
-    eventually(*TIMEOUT, "replies are stamped", || env.counter("lb1", "reply_stamped") > 1_000);
+    eventually(*TIMEOUT, "replies are stamped", || env.load_balancer_counter("lb1", "reply_stamped") > 1_000);
     env.wait_for_connections(75);
     // The load balancer restarts without state. It must not route packets unchanged that it does not know yet.
-    set_forwarding(&env, "0");
+    set_kernel_forwarding(&env, "0");
     env.fleet.reboot_load_balancer(&env.testbed, 1).unwrap();
     env.wait_for_connections(150);
-    set_forwarding(&env, "1");
+    set_kernel_forwarding(&env, "1");
     // Counters of the load balancer restart at 0 as well.
     for counter in ["established", "reply_stamped"] {
         eventually(*TIMEOUT, counter, || env.sum_counter(counter) > 1_000);
     }
     for server in ["s1", "s3", "s4", "s5"] {
-        eventually(*TIMEOUT, server, || clock(&env, server) == (known.to_owned(), String::new()));
+        eventually(*TIMEOUT, server, || {
+            server_clock_state_and_fault(&env, server) == (known.to_owned(), String::new())
+        });
     }
-    assert_unbroken(client);
+    assert_unbroken(stream_client);
 }
 
 #[test]
 #[ignore = "takes seven minutes"]
 fn hundred_thousand_connections_to_plain_linux_servers_continue() {
     skip_if!(missing_testbed_rights());
-    let mut env = start_env("lbtslong", AddressFamily::Ipv4, &[OWN_CLOCKS; 5]);
-    warm_up(&env, "per-connection");
-    let before = packets_by_decision(&env);
-    let client = env.start_streams(250.0);
+    let mut env = start_env("lbtslong", AddressFamily::Ipv4, &[CLOCK_PER_CONNECTION; 5]);
+    open_until_clocks_are_known(&env, "per-connection");
+    let packets_before = packets_by_decision(&env);
+    let stream_client = env.start_streams(250.0);
     for round in 0..20 {
         let (drained, removed) = (1 + round % 5, 1 + (round + 2) % 5);
         env.set_admin_state(drained, Some(AdminState::Draining));
@@ -174,39 +177,41 @@ fn hundred_thousand_connections_to_plain_linux_servers_continue() {
         env.wait_for_connections(1_250);
         env.set_admin_state(drained, Some(AdminState::Active));
         if round % 5 == 0 {
-            env.coreward(&["keys", "rotate", "--force"]).unwrap();
+            env.run_coreward(&["keys", "rotate", "--force"]).unwrap();
         }
         env.wait_for_connections(1_250);
         env.set_admin_state(removed, Some(AdminState::Active));
         env.wait_for_connections(1_250);
     }
-    assert_decided_by_cookie(&env, before);
-    let report = assert_unbroken(client);
-    assert!(report.total().opened >= 100_000, "{:?}", report.total());
+    assert_decided_by_cookie(&env, packets_before);
+    let report = assert_unbroken(stream_client);
+    assert!(report.sum_of_seconds().opened >= 100_000, "{:?}", report.sum_of_seconds());
 }
 
 #[test]
-fn unstampable_server_is_named_and_its_connections_continue() {
+fn unstampable_server_is_reported_and_its_connections_continue() {
     skip_if!(missing_testbed_rights());
     // One server has no timestamps, and one of the other servers drains.
-    let mut env = start_env("lbtsown", AddressFamily::Ipv4, &["0", OWN_CLOCKS, ONE_CLOCK, ONE_CLOCK]);
-    let client = env.start_streams(150.0);
+    let mut env =
+        start_env("lbtsown", AddressFamily::Ipv4, &["0", CLOCK_PER_CONNECTION, ONE_CLOCK_FOR_ALL, ONE_CLOCK_FOR_ALL]);
+    let stream_client = env.start_streams(150.0);
     env.wait_for_connections(375);
     env.set_admin_state(4, Some(AdminState::Draining));
     env.wait_for_connections(75);
     env.set_admin_state(1, None);
     env.wait_for_connections(75);
     env.fleet.kill("lb1").unwrap();
-    env.fleet.restart(&env.testbed, "lb1").unwrap();
+    env.fleet.restart_daemon(&env.testbed, "lb1").unwrap();
     env.wait_for_connections(75);
     env.set_admin_state(1, Some(AdminState::Active));
-    let known = |server| clock(&env, server).0;
+    let clock_state = |server| server_clock_state_and_fault(&env, server).0;
     eventually(*TIMEOUT, "the clocks are known", || {
-        [known("s1"), known("s2"), known("s3"), known("s4")] == ["no-timestamps", "per-connection", "known", "known"]
+        [clock_state("s1"), clock_state("s2"), clock_state("s3"), clock_state("s4")]
+            == ["no-timestamps", "per-connection", "known", "known"]
     });
-    let without = clock(&env, "s1");
-    assert!(without.1.contains("expected net.ipv4.tcp_timestamps = 1 or 2"), "{without:?}");
-    let text = env.coreward(&["status"]).unwrap();
+    let state_and_fault = server_clock_state_and_fault(&env, "s1");
+    assert!(state_and_fault.1.contains("expected net.ipv4.tcp_timestamps = 1 or 2"), "{state_and_fault:?}");
+    let text = env.run_coreward(&["status"]).unwrap();
     assert!(text.contains("clocks     web0: 3 of 4 servers'"), "{text}");
     assert!(text.contains("! s1 of web0 is not stamped: "), "{text}");
     for counter in ["flow_table", "reply_unchanged"] {
@@ -214,14 +219,16 @@ fn unstampable_server_is_named_and_its_connections_continue() {
     }
 
     // With the right setting, the server's new connections are stamped.
-    env.testbed.server(1).unwrap().set_sysctls(&[("ipv4/tcp_timestamps", OWN_CLOCKS)]).unwrap();
-    eventually(*TIMEOUT, "the clock of s1 is known", || clock(&env, "s1").0 == "per-connection");
-    assert_unbroken(client);
+    env.testbed.server(1).unwrap().set_sysctls(&[("ipv4/tcp_timestamps", CLOCK_PER_CONNECTION)]).unwrap();
+    eventually(*TIMEOUT, "the clock of s1 is known", || server_clock_state_and_fault(&env, "s1").0 == "per-connection");
+    assert_unbroken(stream_client);
 
     // A load balancer that does not route reports it, with the remedy.
-    assert_eq!(state(&env)["warnings"], Value::Array(Vec::new()));
-    set_forwarding(&env, "0");
+    assert_eq!(query_lb_state(&env)["warnings"], Value::Array(Vec::new()));
+    set_kernel_forwarding(&env, "0");
     eventually(*TIMEOUT, "that it does not route is shown", || {
-        state(&env)["warnings"][0].as_str().is_some_and(|warning| warning.contains("forwarding is 0: expected 1"))
+        query_lb_state(&env)["warnings"][0]
+            .as_str()
+            .is_some_and(|warning| warning.contains("forwarding is 0: expected 1"))
     });
 }

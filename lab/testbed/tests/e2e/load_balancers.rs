@@ -24,8 +24,8 @@ fn start_env(instance: &str, consistency: Consistency, family: AddressFamily) ->
 }
 
 /// Asserts that no connection breaks when servers and load balancers are drained, added, killed and removed.
-fn change_load_balancers(env: &mut TestEnv) {
-    let client = env.start_streams(150.0);
+fn assert_changes_break_no_connection(env: &mut TestEnv) {
+    let stream_client = env.start_streams(150.0);
     env.wait_for_connections(225);
     // From here on, packets that are placed by a rule instead of by a cookie reach the wrong server: `rr` selects other
     // servers for most connections.
@@ -36,45 +36,45 @@ fn change_load_balancers(env: &mut TestEnv) {
     for daemon in ["lb1", "lb3"] {
         env.fleet.kill(daemon).unwrap();
         env.wait_for_connections(30);
-        env.fleet.restart(&env.testbed, daemon).unwrap();
+        env.fleet.restart_daemon(&env.testbed, daemon).unwrap();
     }
     env.fleet.wait_until_ready(&env.testbed).unwrap();
-    env.fleet.upgrade(&env.testbed, "lb2").unwrap();
+    env.fleet.upgrade_daemon(&env.testbed, "lb2").unwrap();
     env.wait_for_connections(75);
     env.fleet.reboot_load_balancer(&env.testbed, 2).unwrap();
     env.wait_for_connections(75);
     env.set_admin_state(2, None);
     env.wait_for_connections(75);
     env.fleet.kill_load_balancer(&mut env.testbed, 1, FAILURE_DETECTION_TIME).unwrap();
-    assert_unbroken(client);
+    assert_unbroken(stream_client);
 }
 
 #[test]
-fn load_balancers_join_and_leave_without_broken_connections() {
+fn load_balancers_join_and_leave_without_breaking_connections() {
     skip_if!(missing_testbed_rights());
     let mut env = start_env("lbs", Consistency::Stateless, AddressFamily::Ipv4);
-    change_load_balancers(&mut env);
+    assert_changes_break_no_connection(&mut env);
     for daemon in ["lb2", "lb3"] {
-        eventually(*TIMEOUT, daemon, || env.counter(daemon, "established") > 0);
+        eventually(*TIMEOUT, daemon, || env.load_balancer_counter(daemon, "established") > 0);
     }
 }
 
 #[test]
 fn connections_survive_lost_connection_tables() {
     skip_if!(missing_testbed_rights());
-    lose_connection_tables("lbsfull", AddressFamily::Ipv4);
+    assert_lost_tables_break_no_connection("lbsfull", AddressFamily::Ipv4);
 }
 
 /// The path changes as when a client draws a new flow label.
 #[test]
 fn ipv6_connections_survive_lost_connection_tables() {
     skip_if!(missing_testbed_rights());
-    lose_connection_tables("lbsfull6", AddressFamily::Ipv6);
+    assert_lost_tables_break_no_connection("lbsfull6", AddressFamily::Ipv6);
 }
 
-fn lose_connection_tables(instance: &str, family: AddressFamily) {
+fn assert_lost_tables_break_no_connection(instance: &str, family: AddressFamily) {
     let mut env = start_env(instance, Consistency::Stateful, family);
-    change_load_balancers(&mut env);
+    assert_changes_break_no_connection(&mut env);
     // Some packets reached a load balancer that does not own the entry. Others had to be broadcast after the owner was
     // gone.
     for counter in ["connection_table", "to_owner", "broadcast_owner_lost"] {

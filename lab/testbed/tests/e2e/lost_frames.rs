@@ -4,20 +4,20 @@ use std::net::TcpStream;
 use std::process::Command;
 use std::time::Duration;
 
-use coreward_testbed::addresses::{DEVICE, SERVICE_ADDRESS};
+use coreward_testbed::addresses::{HOST_DEVICE, SERVICE_ADDRESS};
 use coreward_testbed::fleet::{Fleet, FleetOptions};
 use coreward_testbed::rss_emulation::attach_xdp_pass;
 use coreward_testbed::{Namespace, TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use serde_json::Value;
 
-use crate::support::{self, eventually, metrics_page};
+use crate::support::{self, eventually, fetch_metrics_page};
 
 const METRICS_ADDRESS: &str = "127.0.0.1:9440";
 
-fn shell(testbed: &Testbed, namespace: &Namespace, command: &str) {
+fn run_script(testbed: &Testbed, namespace: &Namespace, command: &str) {
     let mut shell = Command::new("sh");
     shell.args(["-ec", command]);
-    testbed.run(namespace, shell).unwrap();
+    testbed.run_command(namespace, shell).unwrap();
 }
 
 struct TestEnv {
@@ -30,32 +30,33 @@ impl TestEnv {
     fn start(instance: &str, at_switch: &str) -> Self {
         let options = TestbedOptions { instance: instance.to_owned(), servers: 2, cores: 1, ..Default::default() };
         let testbed = Testbed::create(options).unwrap();
-        shell(&testbed, testbed.switch(), at_switch);
-        let more = format!("metrics = \"{METRICS_ADDRESS}\"\n");
-        let options = FleetOptions { steers_connections: false, load_balancer_text: more, ..FleetOptions::default() };
+        run_script(&testbed, testbed.switch(), at_switch);
+        let metrics_config = format!("metrics = \"{METRICS_ADDRESS}\"\n");
+        let options =
+            FleetOptions { steers_connections: false, load_balancer_text: metrics_config, ..FleetOptions::default() };
         let fleet = Fleet::start(&testbed, options).unwrap();
         Self { fleet, testbed }
     }
 
-    fn state(&self) -> Value {
+    fn lb_state(&self) -> Value {
         let status = self.fleet.status(&self.testbed).unwrap_or_default();
         status["load_balancers"][0]["state"].clone()
     }
 
     /// Returns whether a new connection of the client becomes established within `limit`.
     fn can_connect(&self, limit: Duration) -> bool {
-        let connect = || Ok(TcpStream::connect_timeout(&SERVICE_ADDRESS.into(), limit).is_ok());
-        self.testbed.client().within(connect).unwrap()
+        let connect_result = || Ok(TcpStream::connect_timeout(&SERVICE_ADDRESS.into(), limit).is_ok());
+        self.testbed.client().run_within(connect_result).unwrap()
     }
 
-    fn warnings(&self) -> String {
-        self.state()["warnings"].to_string()
+    fn lb_warnings(&self) -> String {
+        self.lb_state()["warnings"].to_string()
     }
 
     /// Returns the value of a metric of the load balancer, by its series.
-    fn metric(&self, series: &str) -> f64 {
-        let page = metrics_page(&self.testbed, self.testbed.load_balancer(1).unwrap(), METRICS_ADDRESS).unwrap();
-        support::series(&page, series).unwrap_or_else(|| panic!("no {series} in {page}"))
+    fn metric_value(&self, series: &str) -> f64 {
+        let page = fetch_metrics_page(&self.testbed, self.testbed.load_balancer(1).unwrap(), METRICS_ADDRESS).unwrap();
+        support::series_value(&page, series).unwrap_or_else(|| panic!("no {series} in {page}"))
     }
 }
 
@@ -63,26 +64,28 @@ impl TestEnv {
 fn dropped_frames_and_failing_handshakes_are_reported() {
     skip_if!(missing_testbed_rights());
     let env = TestEnv::start("lostframes", "");
-    let _nginx = [1, 2].map(|number| env.testbed.start_nginx(number).unwrap());
+    let _nginx_servers = [1, 2].map(|number| env.testbed.start_nginx(number).unwrap());
     (0..20).for_each(|_| assert!(env.can_connect(*TIMEOUT)));
-    eventually(*TIMEOUT, "no warning", || env.warnings() == "[]");
+    eventually(*TIMEOUT, "no warning", || env.lb_warnings() == "[]");
 
     // veth drops frames that XDP sends to a device that has neither an XDP program nor GRO.
-    shell(&env.testbed, env.testbed.switch(), "ip link set dev lb1 xdp off; ethtool -K lb1 gro off");
-    let dropped = format!("{DEVICE} drops frames that XDP sent");
-    let failing = "service web0: most new connections do not become established";
-    let no_program = format!("the other end of the veth {DEVICE} has no XDP program");
+    run_script(&env.testbed, env.testbed.switch(), "ip link set dev lb1 xdp off; ethtool -K lb1 gro off");
+    let dropped_frames_warning = format!("{HOST_DEVICE} drops frames that XDP sent");
+    let failing_handshakes_warning = "service web0: most new connections do not become established";
+    let missing_program_warning = format!("the other end of the veth {HOST_DEVICE} has no XDP program");
     eventually(*TIMEOUT, "status has all three", || {
         (0..8).for_each(|_| assert!(!env.can_connect(Duration::from_millis(50))));
-        [&dropped, failing, &no_program].iter().all(|warning| env.warnings().contains(*warning))
+        [&dropped_frames_warning, failing_handshakes_warning, &missing_program_warning]
+            .iter()
+            .all(|warning| env.lb_warnings().contains(*warning))
     });
-    assert_eq!(env.metric("coreward_lb_service_handshakes_fail{service=\"web0\"}"), 1.0);
-    assert!(env.metric("coreward_lb_send_drops_total") >= 20.0);
+    assert_eq!(env.metric_value("coreward_lb_service_handshakes_fail{service=\"web0\"}"), 1.0);
+    assert!(env.metric_value("coreward_lb_send_drops_total") >= 20.0);
 
     attach_xdp_pass(env.testbed.switch(), "lb1").unwrap();
     eventually(*TIMEOUT, "the warnings end", || {
         assert!(env.can_connect(*TIMEOUT));
-        env.warnings() == "[]"
+        env.lb_warnings() == "[]"
     });
 }
 
@@ -96,9 +99,9 @@ fn new_connections_continue_when_the_daemon_is_killed() {
         ("killedgeneric", "ip link set dev lb1 xdp off; ethtool -K lb1 gro on", "generic"),
     ] {
         let mut env = TestEnv::start(instance, at_switch);
-        shell(&env.testbed, env.testbed.load_balancer(1).unwrap(), &format!("ethtool -K {DEVICE} tso off"));
-        let _nginx = [1, 2].map(|number| env.testbed.start_nginx(number).unwrap());
-        eventually(*TIMEOUT, "the load balancer reports", || env.state()["xdp_mode"] == mode);
+        run_script(&env.testbed, env.testbed.load_balancer(1).unwrap(), &format!("ethtool -K {HOST_DEVICE} tso off"));
+        let _nginx_servers = [1, 2].map(|number| env.testbed.start_nginx(number).unwrap());
+        eventually(*TIMEOUT, "the load balancer reports", || env.lb_state()["xdp_mode"] == mode);
         (0..20).for_each(|n| assert!(env.can_connect(*TIMEOUT), "connection {n}, {mode}"));
         env.fleet.kill("lb1").unwrap();
         (0..20).for_each(|n| assert!(env.can_connect(*TIMEOUT), "connection {n} after SIGKILL, {mode}"));

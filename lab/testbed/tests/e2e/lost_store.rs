@@ -10,13 +10,13 @@ use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights,
 use serde_json::Value;
 
 use crate::support::{
-    MIN_CONNECTIONS_FOR_EVERY_SERVER, assert_answered, duration_until_logged, eventually, metrics_page,
-    open_keepalive_connections, series,
+    MIN_CONNECTIONS_FOR_EVERY_SERVER, assert_answered, duration_until_logged, eventually, fetch_metrics_page,
+    open_keepalive_connections, series_value,
 };
 
 const METRICS_ADDRESS: &str = "127.0.0.1:9440";
 
-const DOCUMENT: &str = "[[server]]\nname = \"s1\"\naddress = \"10.1.1.1\"\n\
+const FLEET_DOCUMENT: &str = "[[server]]\nname = \"s1\"\naddress = \"10.1.1.1\"\n\
                         [[server]]\nname = \"s2\"\naddress = \"10.1.1.2\"\n\
                         [[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"rr\"\n";
 /// Service whose load balancers must all choose the same server, so none of them makes its own table.
@@ -24,138 +24,142 @@ const BUCKET_SERVICE_CONFIG: &str = "[[service]]\nname = \"bucket\"\nvip = \"10.
                          consistency = \"beamer\"\n";
 
 #[test]
-fn lost_store_interrupts_no_service() {
+fn loss_of_the_store_interrupts_no_service() {
     skip_if!(missing_testbed_rights());
     let options = TestbedOptions { instance: "lost".to_owned(), servers: 2, cores: 1, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
-    let _nginx = [1, 2].map(|number| testbed.start_nginx(number).unwrap());
+    let _nginx_servers = [1, 2].map(|number| testbed.start_nginx(number).unwrap());
     let options = FleetOptions {
         steers_connections: false,
-        applied_document: Some(DOCUMENT.to_owned()),
+        applied_document: Some(FLEET_DOCUMENT.to_owned()),
         ..FleetOptions::default()
     };
     let mut fleet = Fleet::start(&testbed, options).unwrap();
-    let mut before = open_keepalive_connections(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
+    let mut connections_before = open_keepalive_connections(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
 
     fleet.kill("controller").unwrap();
     fs::remove_file(testbed.directory().join("controller.redb")).unwrap();
-    fleet.restart(&testbed, "controller").unwrap();
+    fleet.restart_daemon(&testbed, "controller").unwrap();
     let status = || fleet.status(&testbed).unwrap_or_default();
-    let lb1 = |status: &Value| status["load_balancers"].get(0).cloned().unwrap_or_default();
+    let first_lb = |status: &Value| status["load_balancers"].get(0).cloned().unwrap_or_default();
     eventually(*TIMEOUT, "the load balancer reports to the controller without a store", || {
-        lb1(&status())["state"].is_object()
+        first_lb(&status())["state"].is_object()
     });
-    let warnings = status()["warnings"].to_string();
-    assert!(warnings.contains("the store has no document"), "{warnings}");
-    assert!(warnings.contains("load balancer lb1 had configuration"), "{warnings}");
-    let in_force = lb1(&status())["state"]["table_generations"].to_string();
-    assert!(in_force.contains("web"), "{in_force}");
+    let warning_text = status()["warnings"].to_string();
+    assert!(warning_text.contains("the store has no document"), "{warning_text}");
+    assert!(warning_text.contains("load balancer lb1 had configuration"), "{warning_text}");
+    let generations_in_force = first_lb(&status())["state"]["table_generations"].to_string();
+    assert!(generations_in_force.contains("web"), "{generations_in_force}");
     open_keepalive_connections(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     testbed
         .client()
-        .within(|| before.iter_mut().try_for_each(|(connection, _)| connection.query_worker().map(drop)))
+        .run_within(|| {
+            connections_before.iter_mut().try_for_each(|(connection, _)| connection.query_worker().map(drop))
+        })
         .expect("connections of before go on");
 
     // Only an operator can decide that there are no services.
-    let none = testbed.directory().join("none.toml");
-    fs::write(&none, "report_interval = \"50ms\"\n").unwrap();
-    let apply = operator_command(&testbed, &["apply", "--yes", &none.display().to_string()]).unwrap();
-    testbed.run(testbed.controller(), apply).unwrap();
+    let empty_document_path = testbed.directory().join("none.toml");
+    fs::write(&empty_document_path, "report_interval = \"50ms\"\n").unwrap();
+    let apply_command =
+        operator_command(&testbed, &["apply", "--yes", &empty_document_path.display().to_string()]).unwrap();
+    testbed.run_command(testbed.controller(), apply_command).unwrap();
     eventually(*TIMEOUT, "the load balancer has no service", || {
-        lb1(&status())["state"]["table_generations"].as_object().is_some_and(serde_json::Map::is_empty)
+        first_lb(&status())["state"]["table_generations"].as_object().is_some_and(serde_json::Map::is_empty)
     });
     assert_eq!(status()["warnings"].to_string(), "[]");
 }
 
 #[test]
-fn configuration_is_saved_when_the_disk_has_room() {
+fn configuration_is_saved_once_the_disk_has_room() {
     skip_if!(missing_testbed_rights());
     let options = TestbedOptions { instance: "unsaved".to_owned(), servers: 2, cores: 1, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
     let load_balancer_text = format!("metrics = \"{METRICS_ADDRESS}\"\n");
     let options = FleetOptions { steers_connections: false, load_balancer_text, ..FleetOptions::default() };
     let mut fleet = Fleet::start(&testbed, options).unwrap();
-    let saved = testbed.directory().join("lb1.configuration");
-    eventually(*TIMEOUT, "the configuration is saved", || saved.exists());
+    let saved_configuration_path = testbed.directory().join("lb1.configuration");
+    eventually(*TIMEOUT, "the configuration is saved", || saved_configuration_path.exists());
 
     // A new file is written at this path, and then renamed.
-    let obstacle = testbed.directory().join("lb1.new");
-    eventually(*TIMEOUT, "no write is under way", || fs::create_dir(&obstacle).is_ok());
-    let before = fs::read(&saved).unwrap();
-    let mut pool = fleet.pool().clone();
+    let obstacle_path = testbed.directory().join("lb1.new");
+    eventually(*TIMEOUT, "no write is under way", || fs::create_dir(&obstacle_path).is_ok());
+    let saved_before = fs::read(&saved_configuration_path).unwrap();
+    let mut pool = fleet.server_pool().clone();
     pool.remove(&2);
     fleet.set_pool(&testbed, pool).unwrap();
-    let warnings = |fleet: &Fleet| {
+    let lb_warnings = |fleet: &Fleet| {
         let status = fleet.status(&testbed).unwrap_or_default();
         status["load_balancers"][0]["state"]["warnings"].to_string()
     };
-    eventually(*TIMEOUT, "status has the failure", || warnings(&fleet).contains("the configuration is not saved"));
-    assert_eq!(fs::read(&saved).unwrap(), before);
+    eventually(*TIMEOUT, "status has the failure", || lb_warnings(&fleet).contains("the configuration is not saved"));
+    assert_eq!(fs::read(&saved_configuration_path).unwrap(), saved_before);
     let warning_count = || {
-        let page = metrics_page(&testbed, testbed.load_balancer(1).unwrap(), METRICS_ADDRESS).unwrap();
-        series(&page, "coreward_lb_warnings{load_balancer=\"lb1\"}").unwrap()
+        let page = fetch_metrics_page(&testbed, testbed.load_balancer(1).unwrap(), METRICS_ADDRESS).unwrap();
+        series_value(&page, "coreward_lb_warnings{load_balancer=\"lb1\"}").unwrap()
     };
     eventually(*TIMEOUT, "the metric counts the failure", || warning_count() == 1.0);
 
-    fs::remove_dir(&obstacle).unwrap();
-    eventually(*TIMEOUT, "the write is retried", || fs::read(&saved).unwrap() != before);
-    eventually(*TIMEOUT, "the failure is over", || warnings(&fleet) == "[]" && warning_count() == 0.0);
+    fs::remove_dir(&obstacle_path).unwrap();
+    eventually(*TIMEOUT, "the write is retried", || fs::read(&saved_configuration_path).unwrap() != saved_before);
+    eventually(*TIMEOUT, "the failure is over", || lb_warnings(&fleet) == "[]" && warning_count() == 0.0);
 }
 
 /// Restarts the load balancer without its pinned BPF objects, as after a reboot.
 fn restart_without_pins(testbed: &Testbed, fleet: &mut Fleet) {
     fleet.kill("lb1").unwrap();
-    let mut detach = Command::new(coreward_command().unwrap());
-    detach.args(["lb", "--detach", "--config"]).arg(testbed.directory().join("lb1.toml"));
-    testbed.run(testbed.load_balancer(1).unwrap(), detach).unwrap();
-    fleet.restart(testbed, "lb1").unwrap();
+    let mut detach_command = Command::new(coreward_command().unwrap());
+    detach_command.args(["lb", "--detach", "--config"]).arg(testbed.directory().join("lb1.toml"));
+    testbed.run_command(testbed.load_balancer(1).unwrap(), detach_command).unwrap();
+    fleet.restart_daemon(testbed, "lb1").unwrap();
 }
 
 #[test]
-fn rebooted_load_balancer_without_controller_takes_new_connections() {
+fn rebooted_load_balancer_takes_new_connections_without_a_controller() {
     skip_if!(missing_testbed_rights());
     let options = TestbedOptions { instance: "unpinned".to_owned(), servers: 2, cores: 1, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
-    let _nginx = [1, 2].map(|number| testbed.start_nginx(number).unwrap());
+    let _nginx_servers = [1, 2].map(|number| testbed.start_nginx(number).unwrap());
     let load_balancer_text = format!("metrics = \"{METRICS_ADDRESS}\"\n");
-    let applied_document = Some(format!("table_lifetime = \"1s\"\n{DOCUMENT}{BUCKET_SERVICE_CONFIG}"));
+    let applied_document = Some(format!("table_lifetime = \"1s\"\n{FLEET_DOCUMENT}{BUCKET_SERVICE_CONFIG}"));
     let options =
         FleetOptions { steers_connections: false, applied_document, load_balancer_text, ..FleetOptions::default() };
     let mut fleet = Fleet::start(&testbed, options).unwrap();
-    let metric = |name: &str| {
-        let page = metrics_page(&testbed, testbed.load_balancer(1).unwrap(), METRICS_ADDRESS).ok()?;
-        series(&page, name)
+    let metric_value = |name: &str| {
+        let page = fetch_metrics_page(&testbed, testbed.load_balancer(1).unwrap(), METRICS_ADDRESS).ok()?;
+        series_value(&page, name)
     };
-    let warnings = || metric("coreward_lb_warnings{load_balancer=\"lb1\"}");
-    let saved = testbed.directory().join("lb1.configuration");
-    eventually(*TIMEOUT, "the configuration is saved", || saved.exists());
-    let mut before = open_keepalive_connections(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
+    let warning_count = || metric_value("coreward_lb_warnings{load_balancer=\"lb1\"}");
+    let saved_configuration_path = testbed.directory().join("lb1.configuration");
+    eventually(*TIMEOUT, "the configuration is saved", || saved_configuration_path.exists());
+    let mut connections_before = open_keepalive_connections(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     fleet.kill("controller").unwrap();
 
     restart_without_pins(&testbed, &mut fleet);
     eventually(*TIMEOUT, "the MAC addresses are known", || {
-        metric("coreward_lb_unresolved_servers{load_balancer=\"lb1\"}") == Some(0.0)
+        metric_value("coreward_lb_unresolved_servers{load_balancer=\"lb1\"}") == Some(0.0)
     });
-    assert_answered(&mut before);
-    let connects = |vip: &str| {
-        let connect = || Ok(TcpStream::connect_timeout(&vip.parse()?, Duration::from_millis(500)).is_ok());
-        testbed.client().within(connect).unwrap()
+    assert_answered(&mut connections_before);
+    let can_connect = |vip: &str| {
+        let connect_result = || Ok(TcpStream::connect_timeout(&vip.parse()?, Duration::from_millis(500)).is_ok());
+        testbed.client().run_within(connect_result).unwrap()
     };
-    eventually(*TIMEOUT, "the load balancer makes a table", || connects("10.200.0.1:80"));
+    eventually(*TIMEOUT, "the load balancer makes a table", || can_connect("10.200.0.1:80"));
     open_keepalive_connections(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
-    assert_eq!(metric("coreward_lb_expired_tables"), Some(1.0));
-    assert!(!connects("10.200.0.1:81"), "a new connection by bucket without a table");
-    let dropped = metric("coreward_lb_service_drops_total{service=\"bucket\",reason=\"no_eligible_server\"}");
-    assert!(dropped.is_some_and(|dropped| dropped > 0.0), "{dropped:?}");
+    assert_eq!(metric_value("coreward_lb_expired_tables"), Some(1.0));
+    assert!(!can_connect("10.200.0.1:81"), "a new connection by bucket without a table");
+    let dropped_before =
+        metric_value("coreward_lb_service_drops_total{service=\"bucket\",reason=\"no_eligible_server\"}");
+    assert!(dropped_before.is_some_and(|dropped| dropped > 0.0), "{dropped_before:?}");
 
-    fs::remove_file(&saved).unwrap();
-    let started = SystemTime::now();
+    fs::remove_file(&saved_configuration_path).unwrap();
+    let restart_time = SystemTime::now();
     restart_without_pins(&testbed, &mut fleet);
-    let words = "no configuration: packets for VIPs pass to this machine";
-    eventually(*TIMEOUT, words, || duration_until_logged(&testbed, 1, words, started).is_some());
-    assert_eq!(warnings(), Some(1.0));
+    let warning_words = "no configuration: packets for VIPs pass to this machine";
+    eventually(*TIMEOUT, warning_words, || duration_until_logged(&testbed, 1, warning_words, restart_time).is_some());
+    assert_eq!(warning_count(), Some(1.0));
 
-    fleet.restart(&testbed, "controller").unwrap();
-    eventually(*TIMEOUT, "a configuration", || warnings() == Some(0.0));
+    fleet.restart_daemon(&testbed, "controller").unwrap();
+    eventually(*TIMEOUT, "a configuration", || warning_count() == Some(0.0));
     open_keepalive_connections(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
 }

@@ -12,58 +12,58 @@ use coreward_testbed::fleet::FleetOptions;
 use coreward_testbed::{Namespace, TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 use prometheus_parse::{Scrape, Value};
 
-use crate::support::{TestEnv, assert_unbroken, eventually, metrics_page};
+use crate::support::{TestEnv, assert_unbroken, eventually, fetch_metrics_page};
 
-const ADDRESS: &str = "127.0.0.1:9440";
+const METRICS_ADDRESS: &str = "127.0.0.1:9440";
 
 /// Values of the samples on a metrics page, by name and labels, as a parser of Prometheus' format reads them.
-type Values = BTreeMap<(String, BTreeMap<String, String>), f64>;
+type SampleValues = BTreeMap<(String, BTreeMap<String, String>), f64>;
 
-fn scrape(env: &TestEnv, host: &Namespace) -> Option<Values> {
-    let text = metrics_page(&env.testbed, host, ADDRESS).ok()?;
+fn scrape_metrics(env: &TestEnv, host: &Namespace) -> Option<SampleValues> {
+    let text = fetch_metrics_page(&env.testbed, host, METRICS_ADDRESS).ok()?;
     assert!(text.ends_with("# EOF\n"), "{text}");
     // The parser knows Prometheus' own format, which has no end marker.
-    let lines = text.lines().filter(|line| *line != "# EOF").map(|line| Ok(line.to_owned()));
-    let samples = Scrape::parse(lines).unwrap().samples;
+    let page_lines = text.lines().filter(|line| *line != "# EOF").map(|line| Ok(line.to_owned()));
+    let samples = Scrape::parse(page_lines).unwrap().samples;
     assert!(!samples.is_empty(), "{text}");
-    let value = |value: Value| match value {
+    let number_of = |value: Value| match value {
         Value::Counter(number) | Value::Gauge(number) | Value::Untyped(number) => Some(number),
         Value::Histogram(classes) => classes.last().map(|last| last.count),
         Value::Summary(_) => None,
     };
-    let labels = |labels: &prometheus_parse::Labels| {
+    let label_map = |labels: &prometheus_parse::Labels| {
         labels.iter().map(|(name, value)| (name.clone(), value.clone())).collect::<BTreeMap<_, _>>()
     };
     Some(
         samples
             .into_iter()
-            .filter_map(|sample| Some(((sample.metric.clone(), labels(&sample.labels)), value(sample.value)?)))
+            .filter_map(|sample| Some(((sample.metric.clone(), label_map(&sample.labels)), number_of(sample.value)?)))
             .collect(),
     )
 }
 
-fn sum(values: &Values, name: &str, label: (&str, &str)) -> f64 {
+fn sum_with_label(values: &SampleValues, name: &str, label: (&str, &str)) -> f64 {
     let of = |labels: &BTreeMap<String, String>| labels.get(label.0).is_some_and(|value| value == label.1);
     values.iter().filter(|((metric, labels), _)| metric == name && of(labels)).map(|(_, value)| value).sum()
 }
 
 /// Asserts that a component serves all of its documented metrics, except those of events that have not happened.
-fn assert_complete(part: Component, values: &Values) {
-    let of_table = |name: &str| {
+fn assert_documented_metrics_are_served(part: Component, values: &SampleValues) {
+    let documented_metric = |name: &str| {
         METRICS.iter().find(|metric| {
-            let suffix = name.strip_prefix(metric.name);
-            suffix.is_some_and(|suffix| ["", "_sum", "_count", "_bucket"].contains(&suffix))
+            let name_suffix = name.strip_prefix(metric.name);
+            name_suffix.is_some_and(|suffix| ["", "_sum", "_count", "_bucket"].contains(&suffix))
         })
     };
-    let served: BTreeSet<&str> = values
+    let served_names: BTreeSet<&str> = values
         .keys()
         .map(|(name, _)| {
-            let metric = of_table(name).unwrap_or_else(|| panic!("{name} is not in the table"));
-            assert!(metric.components.contains(&part), "{name} is served by {}", part.name());
-            metric.name
+            let metric_in_table = documented_metric(name).unwrap_or_else(|| panic!("{name} is not in the table"));
+            assert!(metric_in_table.components.contains(&part), "{name} is served by {}", part.name());
+            metric_in_table.name
         })
         .collect();
-    let optional = |name: &str| {
+    let is_optional = |name: &str| {
         let only_where_used = [
             "coreward_dispatch_",
             "coreward_health_",
@@ -74,63 +74,72 @@ fn assert_complete(part: Component, values: &Values) {
         ];
         only_where_used.iter().any(|prefix| name.starts_with(prefix)) || name == "coreward_reports_refused_total"
     };
-    for metric in METRICS.iter().filter(|metric| metric.components.contains(&part) && !optional(metric.name)) {
-        assert!(served.contains(metric.name), "{} is not served by {}", metric.name, part.name());
+    for metric in METRICS.iter().filter(|metric| metric.components.contains(&part) && !is_optional(metric.name)) {
+        assert!(served_names.contains(metric.name), "{} is not served by {}", metric.name, part.name());
     }
 }
 
 #[test]
 fn endpoints_serve_the_documented_metrics() {
     skip_if!(missing_testbed_rights());
-    let key = format!("metrics = \"{ADDRESS}\"\n");
-    let testbed = TestbedOptions { instance: "metrics".to_owned(), servers: 2, ..TestbedOptions::default() };
-    let options = FleetOptions { load_balancer_text: key.clone(), agent_text: key.clone(), ..FleetOptions::default() };
-    let mut env = TestEnv::start(testbed, options);
+    let metrics_config = format!("metrics = \"{METRICS_ADDRESS}\"\n");
+    let testbed_options = TestbedOptions { instance: "metrics".to_owned(), servers: 2, ..TestbedOptions::default() };
+    let options = FleetOptions {
+        load_balancer_text: metrics_config.clone(),
+        agent_text: metrics_config.clone(),
+        ..FleetOptions::default()
+    };
+    let mut env = TestEnv::start(testbed_options, options);
     // Top-level keys must come before the tables of the file.
-    let file = env.testbed.directory().join("controller.toml");
-    let text = fs::read_to_string(&file).unwrap();
-    fs::write(&file, format!("{key}{text}")).unwrap();
+    let controller_config_path = env.testbed.directory().join("controller.toml");
+    let text = fs::read_to_string(&controller_config_path).unwrap();
+    fs::write(&controller_config_path, format!("{metrics_config}{text}")).unwrap();
     env.fleet.kill("controller").unwrap();
-    env.fleet.restart(&env.testbed, "controller").unwrap();
+    env.fleet.restart_daemon(&env.testbed, "controller").unwrap();
     env.fleet.wait_until_ready(&env.testbed).unwrap();
-    let client = env.start_streams(100.0);
+    let stream_client = env.start_streams(100.0);
     eventually(*TIMEOUT, "there is traffic", || env.sum_counter("new_connection") > 150);
-    assert_unbroken(client);
+    assert_unbroken(stream_client);
 
     let (controller, balancer) = (env.testbed.controller(), env.testbed.load_balancer(1).unwrap());
     let server = env.testbed.server(1).unwrap();
-    let whole = |host: &Namespace| scrape(&env, host).unwrap();
-    assert_complete(Component::Lb, &whole(balancer));
-    assert_complete(Component::Agent, &whole(server));
+    let scrape_all = |host: &Namespace| scrape_metrics(&env, host).unwrap();
+    assert_documented_metrics_are_served(Component::Lb, &scrape_all(balancer));
+    assert_documented_metrics_are_served(Component::Agent, &scrape_all(server));
     // The controller has a load balancer's last report, at most a second old.
     eventually(*TIMEOUT, "the controller has its load balancer's counts", || {
-        let (known, printed) = (whole(controller), whole(balancer));
-        let first = |values: &Values| sum(values, "coreward_lb_packets_total", ("decision", "new_connection"));
-        first(&known) > 0.0 && first(&known) == first(&printed)
+        let (known, printed) = (scrape_all(controller), scrape_all(balancer));
+        let new_connections =
+            |values: &SampleValues| sum_with_label(values, "coreward_lb_packets_total", ("decision", "new_connection"));
+        new_connections(&known) > 0.0 && new_connections(&known) == new_connections(&printed)
     });
-    let (known, printed) = (whole(controller), whole(balancer));
-    assert_complete(Component::Controller, &known);
+    let (known, printed) = (scrape_all(controller), scrape_all(balancer));
+    assert_documented_metrics_are_served(Component::Controller, &known);
     for name in ["coreward_lb_packets_total", "coreward_lb_service_packets_total"] {
-        assert!(sum(&printed, name, ("decision", "new_connection")) > 100.0, "{name}");
+        assert!(sum_with_label(&printed, name, ("decision", "new_connection")) > 100.0, "{name}");
     }
-    assert!(sum(&printed, "coreward_lb_service_forwarded_bytes_total", ("service", "web0")) > 1000.0);
-    assert!(sum(&known, "coreward_servers", ("state", "active")) == 2.0, "{known:?}");
+    assert!(sum_with_label(&printed, "coreward_lb_service_forwarded_bytes_total", ("service", "web0")) > 1000.0);
+    assert!(sum_with_label(&known, "coreward_servers", ("state", "active")) == 2.0, "{known:?}");
     let status = env.fleet.status(&env.testbed).unwrap();
-    let refused: u64 = status["refused_reports"]
+    let refused_reports: u64 = status["refused_reports"]
         .as_object()
         .map_or(0, |reasons| reasons.values().filter_map(|count| count.as_u64()).sum());
-    let reported: f64 =
+    let refused_in_metrics: f64 =
         known.iter().filter(|((name, _), _)| name == "coreward_reports_refused_total").map(|(_, value)| value).sum();
-    assert_eq!(reported, refused as f64);
+    assert_eq!(refused_in_metrics, refused_reports as f64);
     // The agent, the controller and `status` count the same warnings, including this one.
-    server.within(|| Ok(fs::write("/proc/sys/net/ipv4/tcp_timestamps", "0")?)).unwrap();
-    let warnings = |host: &Namespace| sum(&whole(host), "coreward_server_warnings", ("server", "s1"));
+    server.run_within(|| Ok(fs::write("/proc/sys/net/ipv4/tcp_timestamps", "0")?)).unwrap();
+    let warning_count =
+        |host: &Namespace| sum_with_label(&scrape_all(host), "coreward_server_warnings", ("server", "s1"));
     eventually(*TIMEOUT, "all count the agent's warning", || {
         let status = env.fleet.status(&env.testbed).unwrap_or_default();
         let servers = status["servers"].as_array().cloned().unwrap_or_default();
-        let shown = servers.iter().find(|server| server["name"] == "s1").map(|server| server["warnings"].clone());
-        let shown: Vec<String> = serde_json::from_value(shown.unwrap_or_default()).unwrap_or_default();
-        let counts = [warnings(server), warnings(controller)];
-        shown.iter().any(|warning| warning.contains("tcp_timestamps")) && counts == [shown.len() as f64; 2]
+        let status_warnings =
+            servers.iter().find(|server| server["name"] == "s1").map(|server| server["warnings"].clone());
+        let status_warnings: Vec<String> =
+            serde_json::from_value(status_warnings.unwrap_or_default()).unwrap_or_default();
+        let warning_counts = [warning_count(server), warning_count(controller)];
+        status_warnings.iter().any(|warning| warning.contains("tcp_timestamps"))
+            && warning_counts == [status_warnings.len() as f64; 2]
     });
 }

@@ -10,43 +10,44 @@ use std::net::{SocketAddr, SocketAddrV4, TcpListener, TcpStream};
 use std::process::Command;
 use std::time::Duration;
 
-use coreward_testbed::addresses::{SERVICE_ADDRESS, VIP};
+use coreward_testbed::addresses::{FIRST_VIP, SERVICE_ADDRESS};
 use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions};
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, counters, missing_testbed_rights, skip_if};
 use socket2::{Domain, Protocol, Socket, Type};
 
-use crate::support::{eventually, pause, run};
+use crate::support::{eventually, pause, run_command_text};
 
 const SERVER_COUNT: u16 = 3;
 /// Number of connections. With random placement, one of the servers gets none once in 10^6 runs.
 const CONNECTION_COUNT: u64 = 36;
 const TRANSFER_BYTES: usize = 100_000;
 /// Port for joins of server 0; server K has this port plus K.
-const JOIN_PORT: u16 = 8000;
+const FIRST_JOIN_PORT: u16 = 8000;
 
 fn missing_mptcp() -> Option<String> {
     if let Some(rights) = missing_testbed_rights() {
         return Some(rights);
     }
-    let enabled = std::fs::read_to_string("/proc/sys/net/mptcp/enabled").unwrap_or_default();
-    let tool = Command::new("ip").args(["mptcp", "limits"]).output().is_ok_and(|output| output.status.success());
-    match (enabled.trim(), tool) {
+    let enabled_setting = std::fs::read_to_string("/proc/sys/net/mptcp/enabled").unwrap_or_default();
+    let has_ip_mptcp =
+        Command::new("ip").args(["mptcp", "limits"]).output().is_ok_and(|output| output.status.success());
+    match (enabled_setting.trim(), has_ip_mptcp) {
         ("1", true) => None,
         ("1", false) => Some("`ip mptcp` does not work here".to_owned()),
         _ => Some("the kernel has no MPTCP (net.mptcp.enabled is not 1)".to_owned()),
     }
 }
 
-fn socket() -> Socket {
+fn open_mptcp_socket() -> Socket {
     Socket::new(Domain::IPV4, Type::STREAM, Some(Protocol::from(libc::IPPROTO_MPTCP))).unwrap()
 }
 
-fn join_services() -> String {
+fn join_service_configs() -> String {
     (1..=SERVER_COUNT).fold(String::new(), |mut text, number| {
-        let port = JOIN_PORT + number;
+        let join_port = FIRST_JOIN_PORT + number;
         write!(
             text,
-            "\n[[service]]\nname = \"join{number}\"\nvip = \"{VIP}:{port}\"\npolicy = \"hash\"\nservers = \
+            "\n[[service]]\nname = \"join{number}\"\nvip = \"{FIRST_VIP}:{join_port}\"\npolicy = \"hash\"\nservers = \
              [\"s{number}\"]\n"
         )
         .unwrap();
@@ -55,19 +56,19 @@ fn join_services() -> String {
 }
 
 /// Answers each byte with the server's number, on every connection. Each thread ends with its connection.
-fn serve(testbed: &Testbed, number: u16) {
+fn start_answering(testbed: &Testbed, number: u16) {
     let listener: TcpListener = testbed
         .server(number)
         .unwrap()
-        .within(|| {
-            let listener = socket();
-            listener.set_reuse_address(true)?;
-            listener.bind(&SERVICE_ADDRESS.into())?;
-            listener.listen(64)?;
-            Ok(listener.into())
+        .run_within(|| {
+            let listening_socket = open_mptcp_socket();
+            listening_socket.set_reuse_address(true)?;
+            listening_socket.bind(&SERVICE_ADDRESS.into())?;
+            listening_socket.listen(64)?;
+            Ok(listening_socket.into())
         })
         .unwrap();
-    let answer = move |mut stream: TcpStream| {
+    let answer_connection = move |mut stream: TcpStream| {
         let mut buffer = [0; 16_384];
         while let Ok(length @ 1..) = stream.read(&mut buffer) {
             buffer[..length].fill(number as u8);
@@ -79,13 +80,13 @@ fn serve(testbed: &Testbed, number: u16) {
     // The thread ends with the test's process.
     std::thread::spawn(move || {
         while let Ok((stream, _)) = listener.accept() {
-            std::thread::spawn(move || answer(stream));
+            std::thread::spawn(move || answer_connection(stream));
         }
     });
 }
 
-fn connect() -> TcpStream {
-    let socket = socket();
+fn connect_to_service() -> TcpStream {
+    let socket = open_mptcp_socket();
     socket.connect_timeout(&SocketAddr::V4(SERVICE_ADDRESS).into(), *TIMEOUT).unwrap();
     socket.set_read_timeout(Some(*TIMEOUT)).unwrap();
     socket.into()
@@ -93,22 +94,22 @@ fn connect() -> TcpStream {
 
 /// Sends `length` bytes and returns the number of the server that answered all of them.
 fn query_server(stream: &mut TcpStream, length: usize) -> u16 {
-    let mut first = 0;
-    let mut left = length;
+    let mut answering_server = 0;
+    let mut remaining_bytes = length;
     let mut buffer = vec![0; 16_384];
-    while left > 0 {
-        let piece = left.min(buffer.len());
-        stream.write_all(&buffer[..piece]).unwrap();
-        stream.read_exact(&mut buffer[..piece]).unwrap();
-        first = buffer[0].into();
-        assert!(buffer[..piece].iter().all(|byte| u16::from(*byte) == first), "bytes of two servers");
-        left -= piece;
+    while remaining_bytes > 0 {
+        let chunk_length = remaining_bytes.min(buffer.len());
+        stream.write_all(&buffer[..chunk_length]).unwrap();
+        stream.read_exact(&mut buffer[..chunk_length]).unwrap();
+        answering_server = buffer[0].into();
+        assert!(buffer[..chunk_length].iter().all(|byte| u16::from(*byte) == answering_server), "bytes of two servers");
+        remaining_bytes -= chunk_length;
     }
-    first
+    answering_server
 }
 
 #[test]
-fn mptcp_subflows_reach_the_server_of_the_first() {
+fn mptcp_subflows_reach_the_server_of_the_first_subflow() {
     skip_if!(missing_mptcp());
     let options = TestbedOptions {
         instance: "mptcp".to_owned(),
@@ -120,48 +121,55 @@ fn mptcp_subflows_reach_the_server_of_the_first() {
     let mut testbed = Testbed::create(options).unwrap();
     for number in 1..=SERVER_COUNT {
         let server = testbed.server(number).unwrap();
-        server.within(|| Ok(std::fs::write("/proc/sys/net/mptcp/allow_join_initial_addr_port", "0")?)).unwrap();
-        run(&testbed, server, "ip mptcp limits set subflows 4 add_addr_accepted 0");
-        run(&testbed, server, &format!("ip mptcp endpoint add {VIP} port {} id 1 signal", JOIN_PORT + number));
-        serve(&testbed, number);
+        server.run_within(|| Ok(std::fs::write("/proc/sys/net/mptcp/allow_join_initial_addr_port", "0")?)).unwrap();
+        run_command_text(&testbed, server, "ip mptcp limits set subflows 4 add_addr_accepted 0");
+        run_command_text(
+            &testbed,
+            server,
+            &format!("ip mptcp endpoint add {FIRST_VIP} port {} id 1 signal", FIRST_JOIN_PORT + number),
+        );
+        start_answering(&testbed, number);
     }
-    run(&testbed, testbed.client(), "ip mptcp limits set subflows 4 add_addr_accepted 4");
-    let fleet = FleetOptions {
+    run_command_text(&testbed, testbed.client(), "ip mptcp limits set subflows 4 add_addr_accepted 4");
+    let fleet_options = FleetOptions {
         policy: "rr".to_owned(),
-        fleet_text: join_services(),
+        fleet_text: join_service_configs(),
         steers_connections: false,
         ..Default::default()
     };
-    let mut fleet = Fleet::start(&testbed, fleet).unwrap();
+    let mut fleet = Fleet::start(&testbed, fleet_options).unwrap();
 
     let client = testbed.client().clone();
-    let counter = |name: &str| counters::read(&client).unwrap().get(name).copied().unwrap_or(0);
-    let mut streams: Vec<(TcpStream, u16)> = client
-        .within(|| {
-            let open = |_| {
-                let mut stream = connect();
+    let client_counter = |name: &str| counters::read(&client).unwrap().get(name).copied().unwrap_or(0);
+    let mut streams_and_servers: Vec<(TcpStream, u16)> = client
+        .run_within(|| {
+            let open_stream = |_| {
+                let mut stream = connect_to_service();
                 let server = query_server(&mut stream, 100);
                 (stream, server)
             };
-            Ok((0..CONNECTION_COUNT).map(open).collect())
+            Ok((0..CONNECTION_COUNT).map(open_stream).collect())
         })
         .unwrap();
-    assert!((1..=SERVER_COUNT).all(|number| streams.iter().any(|(_, server)| *server == number)));
+    assert!((1..=SERVER_COUNT).all(|number| streams_and_servers.iter().any(|(_, server)| *server == number)));
     eventually(*TIMEOUT, "every connection has a second subflow", || {
-        counter("MPTcpExtMPJoinSynAckRx") >= CONNECTION_COUNT
+        client_counter("MPTcpExtMPJoinSynAckRx") >= CONNECTION_COUNT
     });
-    assert_eq!(counter("MPTcpExtMPJoinSynAckHMacFailure"), 0);
-    assert_eq!(counter("MPTcpExtMPCapableFallbackSYNACK") + counter("MPTcpExtMPCapableFallbackACK"), 0);
+    assert_eq!(client_counter("MPTcpExtMPJoinSynAckHMacFailure"), 0);
+    assert_eq!(client_counter("MPTcpExtMPCapableFallbackSYNACK") + client_counter("MPTcpExtMPCapableFallbackACK"), 0);
 
-    let mut all_stay =
-        || streams.iter_mut().for_each(|(stream, server)| assert_eq!(query_server(stream, TRANSFER_BYTES), *server));
-    all_stay();
-    let mut pool = fleet.pool().clone();
+    let mut assert_all_stay = || {
+        streams_and_servers
+            .iter_mut()
+            .for_each(|(stream, server)| assert_eq!(query_server(stream, TRANSFER_BYTES), *server))
+    };
+    assert_all_stay();
+    let mut pool = fleet.server_pool().clone();
     pool.insert(1, AdminState::Draining);
     fleet.set_pool(&testbed, pool).unwrap();
     fleet.kill_load_balancer(&mut testbed, 1, Duration::from_millis(150)).unwrap();
     pause(500);
-    all_stay();
+    assert_all_stay();
     // The test aborts the first subflows; data in flight continues on the joined subflows.
     let mut ss = Command::new("ss");
     ss.args([
@@ -170,8 +178,8 @@ fn mptcp_subflows_reach_the_server_of_the_first() {
         "state",
         "established",
         "dst",
-        &SocketAddrV4::new(VIP, SERVICE_ADDRESS.port()).to_string(),
+        &SocketAddrV4::new(FIRST_VIP, SERVICE_ADDRESS.port()).to_string(),
     ]);
-    testbed.run(&client, ss).unwrap();
-    all_stay();
+    testbed.run_command(&client, ss).unwrap();
+    assert_all_stay();
 }

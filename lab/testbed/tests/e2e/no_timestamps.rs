@@ -22,7 +22,7 @@ fn start_env(instance: &str, load_balancers: u16) -> TestEnv {
 fn flow_table_keeps_connections_while_servers_join_and_leave() {
     skip_if!(missing_testbed_rights());
     let mut env = start_env("nots", 1);
-    let client = env.start_streams(150.0);
+    let stream_client = env.start_streams(150.0);
     for (server, standing) in [
         (5, Some(AdminState::Active)),
         (1, Some(AdminState::Draining)),
@@ -33,15 +33,15 @@ fn flow_table_keeps_connections_while_servers_join_and_leave() {
         env.wait_for_connections(225);
         env.set_admin_state(server, standing);
     }
-    assert_unbroken(client);
+    assert_unbroken(stream_client);
     assert!(env.sum_counter("flow_table") > 1_000 && env.sum_counter("established") == 0);
 }
 
 #[test]
-fn load_balancer_without_the_flow_finds_its_server() {
+fn load_balancer_without_the_flow_entry_finds_its_server() {
     skip_if!(missing_testbed_rights());
     let mut env = start_env("notslb", 2);
-    let client = env.start_streams(150.0);
+    let stream_client = env.start_streams(150.0);
     env.wait_for_connections(300);
     // The load balancer that takes over knows the previous server of a bucket that has moved once.
     env.set_admin_state(5, Some(AdminState::Active));
@@ -49,5 +49,5 @@ fn load_balancer_without_the_flow_finds_its_server() {
     env.fleet.kill_load_balancer(&mut env.testbed, 1, Duration::from_millis(150)).unwrap();
     env.wait_for_connections(225);
     assert_eq!(env.fleet.add_load_balancer(&mut env.testbed).unwrap(), 3);
-    assert_unbroken(client);
+    assert_unbroken(stream_client);
 }

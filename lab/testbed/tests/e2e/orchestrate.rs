@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use coreward_load::key_value::{DATAGRAM_BYTES_MAX, Request, key_name, parse_response};
+use coreward_load::key_value::{MAX_DATAGRAM_BYTES, Request, key_name, parse_response};
 use coreward_metrics::table::Component;
 use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_testbed::TIMEOUT;
@@ -34,16 +34,16 @@ impl RunningProcess {
         Ok(Self(command.stdout(Stdio::piped()).spawn()?))
     }
 
-    fn signal(&self, signal: Signal) {
+    fn send_signal(&self, signal: Signal) {
         kill(Pid::from_raw(self.0.id() as i32), signal).unwrap();
     }
 
     /// Ends the process by SIGTERM and returns the report that it prints.
     pub fn end(mut self) -> anyhow::Result<Value> {
-        self.signal(Signal::SIGTERM);
-        let started = Instant::now();
+        self.send_signal(Signal::SIGTERM);
+        let termination_start = Instant::now();
         while self.0.try_wait()?.is_none() {
-            anyhow::ensure!(started.elapsed() < *TIMEOUT, "the process does not end");
+            anyhow::ensure!(termination_start.elapsed() < *TIMEOUT, "the process does not end");
             std::thread::sleep(Duration::from_millis(5));
         }
         Ok(serde_json::from_reader(self.0.stdout.take().unwrap())?)
@@ -59,8 +59,8 @@ impl Drop for RunningProcess {
 
 struct TestEnv {
     directory: tempfile::TempDir,
-    config: PathBuf,
-    address: SocketAddr,
+    config_path: PathBuf,
+    service_address: SocketAddr,
 }
 
 impl TestEnv {
@@ -68,66 +68,73 @@ impl TestEnv {
     fn new() -> anyhow::Result<Self> {
         let directory = tempfile::tempdir()?;
         let address = UdpSocket::bind("127.0.0.1:0")?.local_addr()?;
-        let memory = directory.path().join("cores");
+        let memory_path = directory.path().join("cores");
         let config = directory.path().join("orchestrate.toml");
-        let services = format!(
+        let service_configs = format!(
             "[[service]]\nlisten = \"{address}\"\nmatch = {{ value = 1 }}\n\
              [[service]]\nlisten = \"{address}\"\npriority = 1\n"
         );
-        let text = format!("memory = \"{}\"\ncores = 4\nstall_after = \"100ms\"\n{services}", memory.display());
+        let text =
+            format!("memory = \"{}\"\ncores = 4\nstall_after = \"100ms\"\n{service_configs}", memory_path.display());
         std::fs::write(&config, text)?;
-        Ok(Self { directory, config, address })
+        Ok(Self { directory, config_path: config, service_address: address })
     }
 
-    fn memory(&self) -> String {
+    fn memory_path_text(&self) -> String {
         self.directory.path().join("cores").display().to_string()
     }
 
     /// Starts the orchestrator. Its port is open as soon as the file of its memory exists.
-    fn orchestrator(&self) -> anyhow::Result<RunningProcess> {
-        let _ = std::fs::remove_file(self.memory());
-        let arguments = ["orchestrate", "--config", &self.config.display().to_string()];
-        let running = RunningProcess::start(&coreward_command()?, &arguments)?;
-        eventually(*TIMEOUT, "the memory exists", || Path::new(&self.memory()).exists());
-        Ok(running)
+    fn start_orchestrator(&self) -> anyhow::Result<RunningProcess> {
+        let _ = std::fs::remove_file(self.memory_path_text());
+        let arguments = ["orchestrate", "--config", &self.config_path.display().to_string()];
+        let orchestrator = RunningProcess::start(&coreward_command()?, &arguments)?;
+        eventually(*TIMEOUT, "the memory exists", || Path::new(&self.memory_path_text()).exists());
+        Ok(orchestrator)
     }
 
-    fn server(&self, cores: &str) -> anyhow::Result<RunningProcess> {
-        self.server_with(cores, &[])
+    fn start_server(&self, cores: &str) -> anyhow::Result<RunningProcess> {
+        self.start_server_with_options(cores, &[])
     }
 
-    fn server_with(&self, cores: &str, more: &[&str]) -> anyhow::Result<RunningProcess> {
-        let arguments = ["testbed", "orchestrated-server", "--memory", &self.memory(), "--cores", cores];
-        RunningProcess::start(&lab_command()?, &[&arguments, more].concat())
+    fn start_server_with_options(&self, cores: &str, more: &[&str]) -> anyhow::Result<RunningProcess> {
+        let server_arguments =
+            ["testbed", "orchestrated-server", "--memory", &self.memory_path_text(), "--cores", cores];
+        RunningProcess::start(&lab_command()?, &[&server_arguments, more].concat())
     }
 }
 
 /// Client that sends requests without waiting for the responses.
-pub struct Client {
+pub struct RequestClient {
     pub socket: UdpSocket,
     next_id: u32,
-    pub sent: u64,
-    received: Cell<u64>,
+    pub sent_requests: u64,
+    received_responses: Cell<u64>,
 }
 
-impl Client {
+impl RequestClient {
     fn new(setup: &TestEnv) -> anyhow::Result<Self> {
-        Self::connect(setup.address)
+        Self::connect(setup.service_address)
     }
 
     pub fn connect(server: SocketAddr) -> anyhow::Result<Self> {
         let socket = UdpSocket::bind("0.0.0.0:0")?;
         socket.connect(server)?;
         socket.set_read_timeout(Some(RESPONSE_TIMEOUT))?;
-        Ok(Self { socket, next_id: 0, sent: 0, received: Cell::new(0) })
+        Ok(Self { socket, next_id: 0, sent_requests: 0, received_responses: Cell::new(0) })
     }
 
     /// Sends a request of a type that needs `service_us` of core time. Returns its id.
     pub fn send(&mut self, request_type: &str, service_us: u32) -> anyhow::Result<u32> {
-        self.send_value(request_type, service_us, b"")
+        self.send_request_with_value(request_type, service_us, b"")
     }
 
-    pub fn send_value(&mut self, request_type: &str, service_us: u32, value: &[u8]) -> anyhow::Result<u32> {
+    pub fn send_request_with_value(
+        &mut self,
+        request_type: &str,
+        service_us: u32,
+        value: &[u8],
+    ) -> anyhow::Result<u32> {
         let (id, key) = (self.next_id, key_name(7));
         let request_type = request_type.parse()?;
         let request = Request { request_type, id, service_ns: service_us * 1000, key: key.as_bytes(), value };
@@ -135,19 +142,19 @@ impl Client {
         request.write(&mut datagram);
         // Sending fails when no orchestrator has the port.
         if self.socket.send(&datagram).is_ok() {
-            self.sent += 1;
+            self.sent_requests += 1;
         }
         self.next_id += 1;
         Ok(id)
     }
 
     /// Receives the next response. Returns its request's id, the core that answered, and the number of pairs.
-    pub fn receive(&self) -> Option<(u32, u16, usize)> {
-        let mut buffer = [0; DATAGRAM_BYTES_MAX];
+    pub fn receive_response(&self) -> Option<(u32, u16, usize)> {
+        let mut buffer = [0; MAX_DATAGRAM_BYTES];
         let length = self.socket.recv(&mut buffer).ok()?;
-        self.received.set(self.received.get() + 1);
+        self.received_responses.set(self.received_responses.get() + 1);
         let (header, pairs) = parse_response(&buffer[..length]).expect("a response");
-        Some((header.id.get(), header.worker.get(), pairs.len()))
+        Some((header.id.get(), header.worker_index.get(), pairs.len()))
     }
 
     /// Sends requests in bursts of 8, until each of these cores has answered.
@@ -156,39 +163,44 @@ impl Client {
     }
 
     fn send_bursts_until_answered_by(&mut self, burst: usize, cores: &[u16]) {
-        let mut answered = [false; 4];
+        let mut has_answered = [false; 4];
         eventually(*TIMEOUT, "each core answers", || {
             (0..burst).for_each(|_| _ = self.send("GET", 50).unwrap());
-            while let Some((_, core, pairs)) = self.receive() {
+            while let Some((_, core, pairs)) = self.receive_response() {
                 assert_eq!(pairs, 1);
-                answered[usize::from(core)] = true;
-                if answered.iter().filter(|answered| **answered).count() == cores.len() {
+                has_answered[usize::from(core)] = true;
+                if has_answered.iter().filter(|answered| **answered).count() == cores.len() {
                     break;
                 }
             }
-            cores.iter().all(|core| answered[usize::from(*core)])
+            cores.iter().all(|core| has_answered[usize::from(*core)])
         });
     }
 
     /// Sends a burst and returns the number of responses received, including those to earlier requests.
-    fn count_responses(&mut self, burst: usize) -> usize {
+    fn send_burst_and_count_responses(&mut self, burst: usize) -> usize {
         (0..burst).for_each(|_| _ = self.send("GET", 50).unwrap());
-        (0..burst).map_while(|_| self.receive()).count()
+        (0..burst).map_while(|_| self.receive_response()).count()
     }
 
     pub fn discard_responses(&self) {
-        while self.receive().is_some() {}
+        while self.receive_response().is_some() {}
     }
 }
 
-pub fn sum(report: &Value, count: &str) -> u64 {
+pub fn sum_over_services(report: &Value, count: &str) -> u64 {
     report["services"].as_array().unwrap().iter().map(|service| service[count].as_u64().unwrap()).sum()
 }
 
 /// Asserts that the report counts every received request under exactly one outcome.
-pub fn check_accounts(report: &Value, received: u64) {
-    let fates = ["dropped", "rejected", "completed", "lost", "waiting", "outstanding"].map(|count| sum(report, count));
-    assert_eq!((sum(report, "received"), fates.iter().sum::<u64>()), (received, received), "{report}");
+pub fn assert_every_request_is_counted_once(report: &Value, received: u64) {
+    let outcome_counts = ["dropped", "rejected", "completed", "lost", "waiting", "outstanding"]
+        .map(|count| sum_over_services(report, count));
+    assert_eq!(
+        (sum_over_services(report, "received"), outcome_counts.iter().sum::<u64>()),
+        (received, received),
+        "{report}"
+    );
     for count in ["unclassified", "bad_messages", "bad_feedback", "damaged"] {
         assert_eq!(report[count], 0, "{count}: {report}");
     }
@@ -196,81 +208,84 @@ pub fn check_accounts(report: &Value, received: u64) {
 
 #[test]
 fn requests_of_two_priorities_are_answered() -> anyhow::Result<()> {
-    let setup = TestEnv::new()?;
-    let orchestrator = setup.orchestrator()?;
-    let server = setup.server("0,1,2,3")?;
-    let mut client = Client::new(&setup)?;
+    let env = TestEnv::new()?;
+    let orchestrator = env.start_orchestrator()?;
+    let server = env.start_server("0,1,2,3")?;
+    let mut client = RequestClient::new(&env)?;
     client.request_until_answered_by(&[0, 1, 2, 3]);
     client.discard_responses();
-    let asked = client.sent;
+    let sent_before = client.sent_requests;
     for _ in 0..500 {
-        let ids = [client.send("GET", 0)?, client.send("SCAN18", 20)?];
-        let mut answers: Vec<_> = (0..2).filter_map(|_| client.receive()).collect();
-        answers.sort_unstable();
-        let pairs: Vec<_> = answers.iter().map(|(id, _, pairs)| (*id, *pairs)).collect();
-        assert_eq!(pairs, [(ids[0], 1), (ids[1], 18)]);
+        let request_ids = [client.send("GET", 0)?, client.send("SCAN18", 20)?];
+        let mut responses: Vec<_> = (0..2).filter_map(|_| client.receive_response()).collect();
+        responses.sort_unstable();
+        let ids_and_pair_counts: Vec<_> = responses.iter().map(|(id, _, pairs)| (*id, *pairs)).collect();
+        assert_eq!(ids_and_pair_counts, [(request_ids[0], 1), (request_ids[1], 18)]);
     }
-    let served: u64 = server.end()?.as_array().unwrap().iter().map(|count| count.as_u64().unwrap()).sum();
-    assert_eq!(served, client.sent);
+    let served_requests: u64 = server.end()?.as_array().unwrap().iter().map(|count| count.as_u64().unwrap()).sum();
+    assert_eq!(served_requests, client.sent_requests);
     let report = orchestrator.end()?;
-    check_accounts(&report, client.sent);
-    assert_eq!((sum(&report, "completed"), sum(&report, "lost")), (client.sent, 0));
+    assert_every_request_is_counted_once(&report, client.sent_requests);
+    assert_eq!(
+        (sum_over_services(&report, "completed"), sum_over_services(&report, "lost")),
+        (client.sent_requests, 0)
+    );
     assert_eq!(report["services"][1]["completed"], 500);
-    assert_eq!((asked + 1000, &report["workers"]), (client.sent, &4.into()));
+    assert_eq!((sent_before + 1000, &report["workers"]), (client.sent_requests, &4.into()));
     Ok(())
 }
 
 /// The orchestrator drops its capabilities even if root has started it.
 #[test]
 fn orchestrator_drops_capabilities() -> anyhow::Result<()> {
-    let setup = TestEnv::new()?;
-    let orchestrator = setup.orchestrator()?;
+    let env = TestEnv::new()?;
+    let orchestrator = env.start_orchestrator()?;
     assert_eq!(effective_capabilities(orchestrator.0.id()) & !retained_capabilities(Component::Orchestrate), 0);
     orchestrator.end().map(drop)
 }
 
 #[test]
 fn dead_and_stopped_workers_get_no_requests() -> anyhow::Result<()> {
-    let setup = TestEnv::new()?;
-    let orchestrator = setup.orchestrator()?;
-    let (first, second) = (setup.server("0,1")?, setup.server("2,3")?);
-    let mut client = Client::new(&setup)?;
+    let env = TestEnv::new()?;
+    let orchestrator = env.start_orchestrator()?;
+    let (first, second) = (env.start_server("0,1")?, env.start_server("2,3")?);
+    let mut client = RequestClient::new(&env)?;
     client.request_until_answered_by(&[0, 1, 2, 3]);
     client.discard_responses();
-    second.signal(Signal::SIGSTOP);
-    eventually(*TIMEOUT, "stopped workers have requests", || client.count_responses(8) < 8);
-    second.signal(Signal::SIGKILL);
+    second.send_signal(Signal::SIGSTOP);
+    eventually(*TIMEOUT, "stopped workers have requests", || client.send_burst_and_count_responses(8) < 8);
+    second.send_signal(Signal::SIGKILL);
     drop(second);
-    eventually(*TIMEOUT, "the other process answers all", || client.count_responses(8) == 8);
-    let second = setup.server("2,3")?;
+    eventually(*TIMEOUT, "the other process answers all", || client.send_burst_and_count_responses(8) == 8);
+    let second_server = env.start_server("2,3")?;
     client.request_until_answered_by(&[0, 1, 2, 3]);
     client.discard_responses();
-    first.signal(Signal::SIGSTOP);
-    eventually(*TIMEOUT, "stopped workers have requests", || client.count_responses(8) < 8);
-    eventually(*TIMEOUT, "the other process answers all", || client.count_responses(8) == 8);
+    first.send_signal(Signal::SIGSTOP);
+    eventually(*TIMEOUT, "stopped workers have requests", || client.send_burst_and_count_responses(8) < 8);
+    eventually(*TIMEOUT, "the other process answers all", || client.send_burst_and_count_responses(8) == 8);
     // The worker answers its requests when it continues.
-    first.signal(Signal::SIGCONT);
+    first.send_signal(Signal::SIGCONT);
     client.request_until_answered_by(&[0, 1, 2, 3]);
     client.discard_responses();
     first.end()?;
-    second.end()?;
+    second_server.end()?;
     let report = orchestrator.end()?;
-    check_accounts(&report, client.sent);
-    assert!((1..=8).contains(&sum(&report, "lost")), "two cores with a depth of 4 had died: {report}");
+    assert_every_request_is_counted_once(&report, client.sent_requests);
+    assert!((1..=8).contains(&sum_over_services(&report, "lost")), "two cores with a depth of 4 had died: {report}");
     assert_eq!(report["workers"], 6);
     Ok(())
 }
 
 #[test]
-fn workers_connect_to_the_next_orchestrator() -> anyhow::Result<()> {
-    let setup = TestEnv::new()?;
-    let mut client = Client::new(&setup)?;
-    let server = setup.server("0,1,2,3")?;
+fn workers_reconnect_to_a_restarted_orchestrator() -> anyhow::Result<()> {
+    let env = TestEnv::new()?;
+    let mut client = RequestClient::new(&env)?;
+    let server = env.start_server("0,1,2,3")?;
     for signal in [Signal::SIGTERM, Signal::SIGKILL] {
-        let orchestrator = setup.orchestrator()?;
+        let orchestrator = env.start_orchestrator()?;
         client.request_until_answered_by(&[0, 1, 2, 3]);
         client.discard_responses();
-        orchestrator.signal(signal);
+        orchestrator.send_signal(signal);
         drop(orchestrator);
     }
     server.end()?;
@@ -279,97 +294,101 @@ fn workers_connect_to_the_next_orchestrator() -> anyhow::Result<()> {
 
 #[test]
 fn burst_opens_a_core_of_the_other_service() -> anyhow::Result<()> {
-    let setup = TestEnv::new()?;
-    let orchestrator = setup.orchestrator()?;
+    let env = TestEnv::new()?;
+    let orchestrator = env.start_orchestrator()?;
     // At first GET has cores 0 and 1. All other requests have cores 2 and 3 and keep one of them.
     let options = ["--assignment", "dedicated", "--reserved", "1", "--epoch-us", "200"];
-    let server = setup.server_with("0,1,2,3", &options)?;
-    let mut client = Client::new(&setup)?;
+    let server = env.start_server_with_options("0,1,2,3", &options)?;
+    let mut client = RequestClient::new(&env)?;
     client.send_bursts_until_answered_by(100, &[0, 1, 2]);
     client.discard_responses();
     client.send("SCAN18", 0)?;
-    assert_eq!(client.receive().map(|(_, _, pairs)| pairs), Some(18), "some core runs the other service");
+    assert_eq!(client.receive_response().map(|(_, _, pairs)| pairs), Some(18), "some core runs the other service");
     server.end()?;
     let report = orchestrator.end()?;
-    check_accounts(&report, client.sent);
+    assert_every_request_is_counted_once(&report, client.sent_requests);
     assert!(report["hints"].as_u64().unwrap() >= 1, "{report}");
     Ok(())
 }
 
 /// Kills, terminates, stops and resumes server processes, each of which runs a group of cores.
-struct FaultInjector<'s> {
+struct ServerFaultInjector<'s> {
     env: &'s TestEnv,
-    servers: Vec<Option<RunningProcess>>,
-    generator: Xoshiro256PlusPlus,
+    server_processes: Vec<Option<RunningProcess>>,
+    rng: Xoshiro256PlusPlus,
 }
 
-impl FaultInjector<'_> {
-    const CORES: [&'static str; 3] = ["0", "1,2", "3"];
-    const ASSIGNMENTS: [&'static str; 3] = ["share", "dedicated", "hybrid"];
+impl ServerFaultInjector<'_> {
+    const CORE_GROUPS: [&'static str; 3] = ["0", "1,2", "3"];
+    const ASSIGNMENT_NAMES: [&'static str; 3] = ["share", "dedicated", "hybrid"];
 
-    fn draw(&mut self, below: u32) -> usize {
-        uniform_below(&mut self.generator, below) as usize
+    fn random_below(&mut self, below: u32) -> usize {
+        uniform_below(&mut self.rng, below) as usize
     }
 
-    fn start(&mut self, group: usize) -> anyhow::Result<()> {
-        let assignment = Self::ASSIGNMENTS[self.draw(3)];
+    fn start_group(&mut self, group: usize) -> anyhow::Result<()> {
+        let assignment = Self::ASSIGNMENT_NAMES[self.random_below(3)];
         let options = ["--assignment", assignment, "--epoch-us", "300"];
-        self.servers[group] = Some(self.env.server_with(Self::CORES[group], &options)?);
+        self.server_processes[group] = Some(self.env.start_server_with_options(Self::CORE_GROUPS[group], &options)?);
         Ok(())
     }
 
-    fn step(&mut self) -> anyhow::Result<()> {
-        let group = self.draw(3);
-        match self.draw(4) {
+    fn inject_random_fault(&mut self) -> anyhow::Result<()> {
+        let group = self.random_below(3);
+        match self.random_below(4) {
             0 => {
-                self.servers[group] = None;
-                self.start(group)?;
+                self.server_processes[group] = None;
+                self.start_group(group)?;
             }
             1 => {
-                let server = self.servers[group].take().unwrap();
-                server.signal(Signal::SIGCONT);
+                let server = self.server_processes[group].take().unwrap();
+                server.send_signal(Signal::SIGCONT);
                 server.end()?;
-                self.start(group)?;
+                self.start_group(group)?;
             }
-            2 => self.servers[group].as_ref().unwrap().signal(Signal::SIGSTOP),
-            _ => self.continue_all(),
+            2 => self.server_processes[group].as_ref().unwrap().send_signal(Signal::SIGSTOP),
+            _ => self.resume_all(),
         }
         Ok(())
     }
 
-    fn continue_all(&self) {
-        self.servers.iter().flatten().for_each(|server| server.signal(Signal::SIGCONT));
+    fn resume_all(&self) {
+        self.server_processes.iter().flatten().for_each(|server| server.send_signal(Signal::SIGCONT));
     }
 }
 
 #[test]
-fn every_request_has_one_fate_while_workers_die() -> anyhow::Result<()> {
-    let setup = TestEnv::new()?;
-    let orchestrator = setup.orchestrator()?;
+fn every_request_has_exactly_one_outcome_while_workers_die() -> anyhow::Result<()> {
+    let env = TestEnv::new()?;
+    let orchestrator = env.start_orchestrator()?;
     let (servers, generator) = ([None, None, None].into(), seeded_rng(1, 0));
-    let mut fault_injector = FaultInjector { env: &setup, servers, generator };
-    (0..3).try_for_each(|group| fault_injector.start(group))?;
-    let mut client = Client::new(&setup)?;
+    let mut fault_injector = ServerFaultInjector { env: &env, server_processes: servers, rng: generator };
+    (0..3).try_for_each(|group| fault_injector.start_group(group))?;
+    let mut client = RequestClient::new(&env)?;
     // Some assignments run GET on no core.
-    eventually(*TIMEOUT, "a core answers", || client.send("SCAN18", 0).is_ok() && client.receive().is_some());
+    eventually(*TIMEOUT, "a core answers", || client.send("SCAN18", 0).is_ok() && client.receive_response().is_some());
     client.socket.set_read_timeout(Some(Duration::from_millis(1)))?;
     for _ in 0..24 {
-        fault_injector.step()?;
+        fault_injector.inject_random_fault()?;
         for number in 0..20 {
             (0..10).try_for_each(|_| client.send(["GET", "SCAN18"][number % 2], 50).map(drop))?;
             client.discard_responses();
         }
     }
-    fault_injector.continue_all();
+    fault_injector.resume_all();
     client.socket.set_read_timeout(Some(RESPONSE_TIMEOUT))?;
     client.discard_responses();
-    fault_injector.servers.drain(..).flatten().try_for_each(|server| server.end().map(drop))?;
+    fault_injector.server_processes.drain(..).flatten().try_for_each(|server| server.end().map(drop))?;
     client.discard_responses();
     let report = orchestrator.end()?;
     // A full socket buffer drops requests before they are received.
-    let received = sum(&report, "received");
-    assert!(received <= client.sent && sum(&report, "lost") > 0, "{report}");
-    check_accounts(&report, received);
-    assert_eq!(sum(&report, "completed"), client.received.get(), "each completed request was answered: {report}");
+    let received_requests = sum_over_services(&report, "received");
+    assert!(received_requests <= client.sent_requests && sum_over_services(&report, "lost") > 0, "{report}");
+    assert_every_request_is_counted_once(&report, received_requests);
+    assert_eq!(
+        sum_over_services(&report, "completed"),
+        client.received_responses.get(),
+        "each completed request was answered: {report}"
+    );
     Ok(())
 }

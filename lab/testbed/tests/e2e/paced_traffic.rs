@@ -5,7 +5,7 @@ use std::fs;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use coreward_model::arrivals::{Arrival, ArrivalLog, Workload};
+use coreward_model::arrivals::{ArrivalLog, ConnectionArrival, Workload};
 use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::fleet::lab_command;
 use coreward_testbed::load::LoadReport;
@@ -13,35 +13,38 @@ use coreward_testbed::{Process, Testbed, missing_testbed_rights, skip_if};
 
 use crate::support::eventually;
 
-fn start_load(testbed: &Testbed, log: &ArrivalLog) -> anyhow::Result<Process> {
-    let path = testbed.directory().join("arrivals.txt");
-    fs::write(&path, log.to_string())?;
+fn start_load_generator(testbed: &Testbed, log: &ArrivalLog) -> anyhow::Result<Process> {
+    let arrival_log_path = testbed.directory().join("arrivals.txt");
+    fs::write(&arrival_log_path, log.to_string())?;
     let mut command = Command::new(lab_command()?);
-    command.args(["testbed", "load", "--vip", &SERVICE_ADDRESS.to_string(), "--log"]).arg(path);
+    command.args(["testbed", "load", "--vip", &SERVICE_ADDRESS.to_string(), "--log"]).arg(arrival_log_path);
     command.args(["--first-address", &testbed.client_address(0).to_string()]).stdout(Stdio::piped());
     testbed.spawn(testbed.client(), command)
 }
 
-fn report(load: Process) -> anyhow::Result<LoadReport> {
-    load.read_json(Duration::from_secs(30))
+fn wait_for_load_report(load: Process) -> anyhow::Result<LoadReport> {
+    load.wait_for_json(Duration::from_secs(30))
 }
 
 #[test]
-fn every_request_is_served_by_the_clock() -> anyhow::Result<()> {
+fn every_request_is_served_for_its_service_time() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create_direct("tpaced")?;
     let server = testbed.start_paced_server(1)?;
     let workload = Workload { duration_us: 2_000_000, core_count: 2, ..Workload::default() };
-    let log = workload.generate(1);
-    let requests: u64 = log.arrivals.iter().map(|arrival| u64::from(arrival.request_count)).sum();
-    let work_us: u64 = log.arrivals.iter().map(Arrival::work_us).sum();
+    let arrival_log = workload.generate(1);
+    let request_count: u64 = arrival_log.arrivals.iter().map(|arrival| u64::from(arrival.request_count)).sum();
+    let work_us: u64 = arrival_log.arrivals.iter().map(ConnectionArrival::work_us).sum();
 
-    let report = report(start_load(&testbed, &log)?)?;
-    assert_eq!((report.opened, report.completed), (log.arrivals.len() as u64, log.arrivals.len() as u64));
-    assert_eq!((report.broken.total(), report.answered), (0, requests));
+    let report = wait_for_load_report(start_load_generator(&testbed, &arrival_log)?)?;
+    assert_eq!(
+        (report.opened, report.completed),
+        (arrival_log.arrivals.len() as u64, arrival_log.arrivals.len() as u64)
+    );
+    assert_eq!((report.broken.total_count(), report.answered), (0, request_count));
     assert_eq!(report.placed.iter().map(|placed| placed.connections).sum::<u64>(), report.opened);
     // Service times are exact to the nanosecond, however late the machine wakes the workers.
-    assert_eq!(server.busy_ns()?.iter().sum::<u64>(), work_us * 1_000);
+    assert_eq!(server.read_busy_ns()?.iter().sum::<u64>(), work_us * 1_000);
     assert!(report.latency_us.p50 >= u64::from(workload.service_us), "{:?}", report.latency_us);
     Ok(())
 }
@@ -50,12 +53,12 @@ fn every_request_is_served_by_the_clock() -> anyhow::Result<()> {
 fn broken_connections_are_counted_by_kind() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create_direct("tbroken")?;
-    let log = |request_count: u32| ArrivalLog {
+    let log_with_requests = |request_count: u32| ArrivalLog {
         seed: 0,
         duration_us: 10_000_000,
         source_address_count: 1,
         arrivals: (0..10)
-            .map(|i| Arrival {
+            .map(|i| ConnectionArrival {
                 start_us: 0,
                 source_address_index: 0,
                 source_port: 20_000 + i,
@@ -66,19 +69,23 @@ fn broken_connections_are_counted_by_kind() -> anyhow::Result<()> {
             .collect(),
     };
     // No process listens.
-    let refused = report(start_load(&testbed, &log(1))?)?;
-    assert_eq!((refused.opened, refused.completed, refused.broken.refused), (10, 0, 10), "{refused:?}");
+    let refused_report = wait_for_load_report(start_load_generator(&testbed, &log_with_requests(1))?)?;
+    assert_eq!(
+        (refused_report.opened, refused_report.completed, refused_report.broken.refused),
+        (10, 0, 10),
+        "{refused_report:?}"
+    );
 
     // The server dies with open connections, which the kernel resets or ends.
     let server = testbed.start_paced_server(1)?;
-    let load = start_load(&testbed, &log(90))?;
+    let load_generator = start_load_generator(&testbed, &log_with_requests(90))?;
     // 100 requests of a millisecond are served, 10 on each connection.
-    let is_busy = || server.busy_ns().unwrap().iter().sum::<u64>() >= 100_000_000;
-    eventually(Duration::from_secs(30), "requests are served", is_busy);
+    let has_much_work = || server.read_busy_ns().unwrap().iter().sum::<u64>() >= 100_000_000;
+    eventually(Duration::from_secs(30), "requests are served", has_much_work);
     drop(server);
-    let ended = report(load)?;
-    assert_eq!((ended.opened, ended.completed), (10, 0));
-    assert_eq!(ended.broken.reset + ended.broken.closed_early, 10, "{ended:?}");
+    let reset_report = wait_for_load_report(load_generator)?;
+    assert_eq!((reset_report.opened, reset_report.completed), (10, 0));
+    assert_eq!(reset_report.broken.reset + reset_report.broken.closed_early, 10, "{reset_report:?}");
     Ok(())
 }
 

@@ -5,29 +5,29 @@ use std::process::Command;
 
 use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::fleet::{Fleet, FleetOptions};
-use coreward_testbed::nginx::{LARGE_FILE, LARGE_FILE_BYTES, Nginx};
+use coreward_testbed::nginx::{LARGE_FILE_BYTES, LARGE_FILE_PATH, NginxServer};
 use coreward_testbed::{Testbed, TestbedOptions, counters, missing_testbed_rights, skip_if};
 
 const CLIENT_ADDRESS_COUNT: u16 = 12;
-const ROUND_COUNT: usize = 5;
+const DOWNLOAD_ROUND_COUNT: usize = 5;
 
 /// Downloads a file once from each of the client's addresses, because a server remembers the MTU towards an address.
-fn download(testbed: &Testbed) {
+fn download_from_each_address(testbed: &Testbed) {
     for index in 0..CLIENT_ADDRESS_COUNT {
         let mut curl = Command::new("curl");
         curl.args(["-sS", "--max-time", "10", "--interface", &testbed.client_address(index).to_string()]);
-        curl.arg(format!("http://{SERVICE_ADDRESS}{LARGE_FILE}"));
-        let downloaded = testbed.run(testbed.client(), curl).unwrap().stdout;
-        assert_eq!(downloaded.len(), LARGE_FILE_BYTES, "from {}", testbed.client_address(index));
+        curl.arg(format!("http://{SERVICE_ADDRESS}{LARGE_FILE_PATH}"));
+        let downloaded_files = testbed.run_command(testbed.client(), curl).unwrap().stdout;
+        assert_eq!(downloaded_files.len(), LARGE_FILE_BYTES, "from {}", testbed.client_address(index));
     }
 }
 
-fn unreachables_received(testbed: &Testbed) -> Vec<u64> {
+fn received_unreachables(testbed: &Testbed) -> Vec<u64> {
     let of = |number| counters::read(testbed.server(number).unwrap()).unwrap()["IcmpInDestUnreachs"];
     testbed.server_numbers().into_iter().map(of).collect()
 }
 
-fn downloads_pass_small_mtu(instance: &str, client_timestamps: &str) {
+fn assert_downloads_pass_small_mtu(instance: &str, client_timestamps: &str) {
     let testbed = Testbed::create(TestbedOptions {
         instance: instance.to_owned(),
         servers: 3,
@@ -42,27 +42,27 @@ fn downloads_pass_small_mtu(instance: &str, client_timestamps: &str) {
     for number in testbed.server_numbers() {
         testbed.server(number).unwrap().set_sysctls(&[("ipv4/tcp_mtu_probing", "0")]).unwrap();
     }
-    let _nginx: Vec<Nginx> =
+    let _nginx_servers: Vec<NginxServer> =
         testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
     let _fleet = Fleet::start(&testbed, FleetOptions { policy: "rr".to_owned(), ..FleetOptions::default() }).unwrap();
     // The hash chooses the server: 12 connections all miss one of three servers once in 43 runs.
-    for _ in 0..ROUND_COUNT {
-        download(&testbed);
-        if unreachables_received(&testbed).iter().all(|errors| *errors > 0) {
+    for _ in 0..DOWNLOAD_ROUND_COUNT {
+        download_from_each_address(&testbed);
+        if received_unreachables(&testbed).iter().all(|errors| *errors > 0) {
             return;
         }
     }
-    panic!("ICMP errors at servers: {:?}", unreachables_received(&testbed));
+    panic!("ICMP errors at servers: {:?}", received_unreachables(&testbed));
 }
 
 #[test]
 fn downloads_pass_a_hop_with_a_small_mtu() {
     skip_if!(missing_testbed_rights());
-    downloads_pass_small_mtu("mtu", "1");
+    assert_downloads_pass_small_mtu("mtu", "1");
 }
 
 #[test]
 fn downloads_without_timestamps_pass_a_hop_with_a_small_mtu() {
     skip_if!(missing_testbed_rights());
-    downloads_pass_small_mtu("mtunots", "0");
+    assert_downloads_pass_small_mtu("mtunots", "0");
 }

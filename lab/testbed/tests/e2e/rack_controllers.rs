@@ -11,14 +11,14 @@ use std::sync::atomic::{AtomicU16, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use coreward_testbed::chaos::traffic::stream_service;
+use coreward_testbed::chaos::traffic::stream_service_address;
 use coreward_testbed::conformance::write_busy_times;
 use coreward_testbed::fleet::{
-    Fleet, FleetOptions, LoadSource, agent_name, busy_file, credential_directory, operator_command,
+    Fleet, FleetOptions, LoadSource, agent_name, core_load_file_path, credential_directory, operator_command,
 };
-use coreward_testbed::nginx::Nginx;
+use coreward_testbed::nginx::NginxServer;
 use coreward_testbed::stream::client::StreamWorkload;
-use coreward_testbed::stream::server::StreamServers;
+use coreward_testbed::stream::server::StreamServerProcess;
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use coreward_tls::Role;
 use serde_json::Value;
@@ -28,45 +28,49 @@ use crate::support::{assert_answered, assert_unbroken, daemon_log, eventually, o
 const CORE_COUNT: u16 = 2;
 /// Server number that no server has: no server is idle.
 const NO_SERVER: u16 = 0;
-/// Value of `idle_server` that ends the thread of [`LoadWriter`].
-const END_LOAD: u16 = u16::MAX;
+/// Value of `idle_server_number` that ends the thread of [`LoadWriter`].
+const END_OF_LOAD: u16 = u16::MAX;
 
 /// Writer of the servers' core load files: all cores are nearly always busy, except those of one server.
 struct LoadWriter {
-    idle_server: Arc<AtomicU16>,
+    idle_server_number: Arc<AtomicU16>,
     writer_thread: Option<JoinHandle<()>>,
 }
 
 impl LoadWriter {
     fn start(testbed: &Testbed) -> Self {
-        let files: Vec<_> = testbed.server_numbers().into_iter().map(|n| (n, busy_file(testbed, n))).collect();
-        let idle_server = Arc::new(AtomicU16::new(NO_SERVER));
-        let reported = idle_server.clone();
-        let writing = std::thread::spawn(move || {
+        let core_load_files: Vec<_> =
+            testbed.server_numbers().into_iter().map(|n| (n, core_load_file_path(testbed, n))).collect();
+        let idle_server_number = Arc::new(AtomicU16::new(NO_SERVER));
+        let idle_server_in_thread = idle_server_number.clone();
+        let writer_thread = std::thread::spawn(move || {
             let (mut busy_ns, mut before) = (BTreeMap::new(), Instant::now());
-            while reported.load(Ordering::Relaxed) != END_LOAD {
-                let passed = before.elapsed();
-                before += passed;
-                for (number, file) in &files {
-                    let busy = busy_ns.entry(*number).or_insert(0u64);
-                    *busy +=
-                        if reported.load(Ordering::Relaxed) == *number { 0 } else { passed.as_nanos() as u64 / 10 * 9 };
-                    write_busy_times(file, &[*busy; CORE_COUNT as usize]).unwrap();
+            while idle_server_in_thread.load(Ordering::Relaxed) != END_OF_LOAD {
+                let elapsed_time = before.elapsed();
+                before += elapsed_time;
+                for (number, file) in &core_load_files {
+                    let core_busy_ns = busy_ns.entry(*number).or_insert(0u64);
+                    *core_busy_ns += if idle_server_in_thread.load(Ordering::Relaxed) == *number {
+                        0
+                    } else {
+                        elapsed_time.as_nanos() as u64 / 10 * 9
+                    };
+                    write_busy_times(file, &[*core_busy_ns; CORE_COUNT as usize]).unwrap();
                 }
                 std::thread::sleep(Duration::from_millis(20));
             }
         });
-        Self { idle_server, writer_thread: Some(writing) }
+        Self { idle_server_number, writer_thread: Some(writer_thread) }
     }
 
-    fn set_idle(&self, server: u16) {
-        self.idle_server.store(server, Ordering::Relaxed);
+    fn set_idle_server(&self, server: u16) {
+        self.idle_server_number.store(server, Ordering::Relaxed);
     }
 }
 
 impl Drop for LoadWriter {
     fn drop(&mut self) {
-        self.set_idle(END_LOAD);
+        self.set_idle_server(END_OF_LOAD);
         let _ = self.writer_thread.take().map(JoinHandle::join);
     }
 }
@@ -74,51 +78,54 @@ impl Drop for LoadWriter {
 /// Fleet with rack controllers. The fields are dropped in this order, the testbed last.
 struct TestEnv {
     fleet: Fleet,
-    loads: LoadWriter,
-    _nginx: Vec<Nginx>,
-    _streams: StreamServers,
+    load_writer: LoadWriter,
+    _nginx_servers: Vec<NginxServer>,
+    _stream_servers: StreamServerProcess,
     testbed: Testbed,
 }
 
 impl TestEnv {
     /// `server_racks`: rack controllers that the agent of a server uses, as the document allows.
     fn start(instance: &str, server_racks: &[(u16, &[u16])]) -> Self {
-        let testbed =
+        let testbed_options =
             TestbedOptions { instance: instance.to_owned(), cores: CORE_COUNT, racks: 2, ..Default::default() };
-        let servers = server_racks.len() as u16;
-        let testbed = Testbed::create(TestbedOptions { servers, ..testbed }).unwrap();
-        let nginx = testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
-        let busy_of_streams = |number| testbed.directory().join(format!("streams-s{number}"));
-        let streams = testbed.start_stream_servers_at(stream_service(&testbed), busy_of_streams).unwrap();
-        let loads = LoadWriter::start(&testbed);
-        eventually(*TIMEOUT, "a file of loads", || busy_file(&testbed, servers).exists());
-        let server_racks = server_racks.iter().map(|(server, racks)| (*server, racks.to_vec()));
+        let server_count = server_racks.len() as u16;
+        let testbed = Testbed::create(TestbedOptions { servers: server_count, ..testbed_options }).unwrap();
+        let nginx_servers =
+            testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
+        let stream_load_file_path = |number| testbed.directory().join(format!("streams-s{number}"));
+        let stream_servers =
+            testbed.start_stream_servers_at_address(stream_service_address(&testbed), stream_load_file_path).unwrap();
+        let load_writer = LoadWriter::start(&testbed);
+        eventually(*TIMEOUT, "a file of loads", || core_load_file_path(&testbed, server_count).exists());
+        let racks_of_servers = server_racks.iter().map(|(server, racks)| (*server, racks.to_vec()));
         let options = FleetOptions {
             load_source: LoadSource::PacedServer,
             steers_connections: false,
             tls: true,
-            server_lines: server_racks.clone().map(|(server, racks)| (server, racks_key(&racks))).collect(),
-            server_racks: server_racks.collect(),
+            server_lines: racks_of_servers.clone().map(|(server, racks)| (server, racks_line(&racks))).collect(),
+            server_racks: racks_of_servers.collect(),
             fleet_text: format!(
                 "\n[[service]]\nname = \"streams\"\nvip = \"{}\"\nconsistency = \"stateful\"\n",
-                stream_service(&testbed)
+                stream_service_address(&testbed)
             ),
             ..Default::default()
         };
         let fleet = Fleet::start(&testbed, options).unwrap();
-        Self { fleet, loads, _nginx: nginx, _streams: streams, testbed }
+        Self { fleet, load_writer, _nginx_servers: nginx_servers, _stream_servers: stream_servers, testbed }
     }
 
     /// Makes one server the only idle one, and asserts that all new connections reach it.
-    fn assert_all_reach(&self, server: u16) {
-        self.loads.set_idle(server);
-        let all = || open_keepalive_connections(&self.testbed, 8).iter().all(|(_, answerer)| answerer.server == server);
-        eventually(*TIMEOUT, &format!("all new connections go to s{server}"), all);
+    fn assert_idle_server_gets_all_connections(&self, server: u16) {
+        self.load_writer.set_idle_server(server);
+        let all_reach_server =
+            || open_keepalive_connections(&self.testbed, 8).iter().all(|(_, answerer)| answerer.server == server);
+        eventually(*TIMEOUT, &format!("all new connections go to s{server}"), all_reach_server);
     }
 
-    fn coreward(&self, arguments: &[&str]) -> String {
+    fn run_coreward(&self, arguments: &[&str]) -> String {
         let command = operator_command(&self.testbed, arguments).unwrap();
-        String::from_utf8(self.testbed.run(self.testbed.controller(), command).unwrap().stdout).unwrap()
+        String::from_utf8(self.testbed.run_command(self.testbed.controller(), command).unwrap().stdout).unwrap()
     }
 
     /// Returns the rack controller through which each reporting server's agent is connected; "": none.
@@ -126,8 +133,8 @@ impl TestEnv {
         let Ok(status) = self.fleet.status(&self.testbed) else { return BTreeMap::new() };
         let servers = status["servers"].as_array().into_iter().flatten();
         let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-        let reporting = servers.filter(|server| server["reports"] == "fresh");
-        reporting.map(|server| (text(&server["name"]), text(&server["rack"]))).collect()
+        let reporting_servers = servers.filter(|server| server["reports"] == "fresh");
+        reporting_servers.map(|server| (text(&server["name"]), text(&server["rack"]))).collect()
     }
 
     fn agent_rack(&self, server: &str) -> Option<String> {
@@ -135,30 +142,30 @@ impl TestEnv {
     }
 
     /// Waits until each agent has reported through a rack controller in `allowed`, not necessarily at the same time.
-    fn wait_for_racks_in(&self, allowed: &[&[&str]]) {
-        let mut missing: BTreeSet<String> = (1..=allowed.len()).map(|number| format!("s{number}")).collect();
+    fn wait_for_allowed_racks(&self, allowed: &[&[&str]]) {
+        let mut missing_servers: BTreeSet<String> = (1..=allowed.len()).map(|number| format!("s{number}")).collect();
         eventually(*TIMEOUT, &format!("agents are connected through {allowed:?}"), || {
-            let racks = self.agent_racks();
+            let current_racks = self.agent_racks();
             for (number, allowed) in (1..).zip(allowed) {
                 let server = format!("s{number}");
-                match racks.get(&server) {
-                    Some(rack) if allowed.contains(&rack.as_str()) => missing.remove(&server),
+                match current_racks.get(&server) {
+                    Some(rack) if allowed.contains(&rack.as_str()) => missing_servers.remove(&server),
                     // The agent's last report came through another rack.
-                    Some(_) => missing.insert(server),
+                    Some(_) => missing_servers.insert(server),
                     None => false,
                 };
             }
-            missing.is_empty()
+            missing_servers.is_empty()
         });
     }
 
     /// Waits until the agents are connected through these rack controllers.
     fn wait_for_racks(&self, racks: &[&str]) {
-        let allowed: Vec<&[&str]> = racks.iter().map(std::slice::from_ref).collect();
-        self.wait_for_racks_in(&allowed);
+        let allowed_racks: Vec<&[&str]> = racks.iter().map(std::slice::from_ref).collect();
+        self.wait_for_allowed_racks(&allowed_racks);
     }
 
-    fn rack_names(&self) -> Vec<String> {
+    fn connected_rack_names(&self) -> Vec<String> {
         let status = self.fleet.status(&self.testbed).unwrap_or_default();
         let racks = status["racks"].as_array().into_iter().flatten();
         racks.map(|rack| rack["name"].as_str().unwrap().to_owned()).collect()
@@ -166,49 +173,51 @@ impl TestEnv {
 
     /// Starts a rack controller with a foreign certificate until the controller logs these words, then with its own
     /// one.
-    fn assert_rejected(&mut self, rack: &str, certificate: (Role, &str), words: &str) {
-        let own = credential_directory(&self.testbed, Role::Rack, rack);
-        let kept = self.testbed.directory().join("kept");
-        let copy = |from: &std::path::Path, to: &std::path::Path| {
+    fn assert_certificate_is_rejected(&mut self, rack: &str, certificate: (Role, &str), words: &str) {
+        let own_directory = credential_directory(&self.testbed, Role::Rack, rack);
+        let backup_directory = self.testbed.directory().join("kept");
+        let copy_files = |from: &std::path::Path, to: &std::path::Path| {
             fs::create_dir_all(to).unwrap();
             for file in ["ca.crt", "own.crt", "own.key"] {
                 fs::copy(from.join(file), to.join(file)).unwrap();
             }
         };
         self.fleet.kill(rack).unwrap();
-        copy(&own, &kept);
-        copy(&credential_directory(&self.testbed, certificate.0, certificate.1), &own);
-        let from = daemon_log(&self.testbed, "controller", 0).len();
-        self.fleet.restart(&self.testbed, rack).unwrap();
-        eventually(*TIMEOUT, words, || daemon_log(&self.testbed, "controller", from).contains(words));
-        assert!(!self.rack_names().iter().any(|name| name == rack));
+        copy_files(&own_directory, &backup_directory);
+        copy_files(&credential_directory(&self.testbed, certificate.0, certificate.1), &own_directory);
+        let log_length = daemon_log(&self.testbed, "controller", 0).len();
+        self.fleet.restart_daemon(&self.testbed, rack).unwrap();
+        eventually(*TIMEOUT, words, || daemon_log(&self.testbed, "controller", log_length).contains(words));
+        assert!(!self.connected_rack_names().iter().any(|name| name == rack));
         // A rack with another name is a separate process.
         self.fleet.kill(rack).unwrap();
-        copy(&kept, &own);
-        self.fleet.restart(&self.testbed, rack).unwrap();
-        eventually(*TIMEOUT, &format!("{rack} is back"), || self.rack_names().iter().any(|name| name == rack));
+        copy_files(&backup_directory, &own_directory);
+        self.fleet.restart_daemon(&self.testbed, rack).unwrap();
+        eventually(*TIMEOUT, &format!("{rack} is back"), || {
+            self.connected_rack_names().iter().any(|name| name == rack)
+        });
     }
 }
 
 /// Returns the line `racks` of a server in the fleet's file.
-fn racks_key(racks: &[u16]) -> String {
-    let names: Vec<String> = racks.iter().map(|rack| format!("rack{rack}")).collect();
-    format!("racks = {names:?}\n")
+fn racks_line(racks: &[u16]) -> String {
+    let rack_controller_names: Vec<String> = racks.iter().map(|rack| format!("rack{rack}")).collect();
+    format!("racks = {rack_controller_names:?}\n")
 }
 
 #[test]
-fn racks_and_controller_restart_without_broken_connections() {
+fn rack_and_controller_restarts_break_no_connection() {
     skip_if!(missing_testbed_rights());
     let mut env = TestEnv::start("racks", &[(1, &[1]), (2, &[1, 2]), (3, &[2]), (4, &[2, 1]), (5, &[])]);
     env.wait_for_racks(&["rack1", "rack1", "rack2", "rack2", ""]);
     for server in 1..=5 {
-        env.assert_all_reach(server);
+        env.assert_idle_server_gets_all_connections(server);
     }
     let status = env.fleet.status(&env.testbed).unwrap();
-    let racks = |key: &str| [0, 1].map(|rack| status["racks"][rack][key].clone());
-    assert_eq!(racks("servers"), [serde_json::json!(["s1", "s2"]), serde_json::json!(["s3", "s4"])]);
-    assert_eq!(racks("permitted_servers"), [Value::from(3), Value::from(3)]);
-    let text = env.coreward(&["status"]);
+    let racks_values = |key: &str| [0, 1].map(|rack| status["racks"][rack][key].clone());
+    assert_eq!(racks_values("servers"), [serde_json::json!(["s1", "s2"]), serde_json::json!(["s3", "s4"])]);
+    assert_eq!(racks_values("permitted_servers"), [Value::from(3), Value::from(3)]);
+    let text = env.run_coreward(&["status"]);
     assert!(
         text.contains("\nrack rack1 (") && text.contains("may report for 3 of 5 servers\n  servers    s1 s2\n"),
         "{text}"
@@ -217,79 +226,90 @@ fn racks_and_controller_restart_without_broken_connections() {
     eventually(*TIMEOUT, "s1 is seen to be busy", || {
         let status = env.fleet.status(&env.testbed).unwrap();
         let s1 = status["servers"].as_array().unwrap().iter().find(|server| server["name"] == "s1").unwrap();
-        let loads: Vec<f64> = s1["core_load"].as_array().unwrap().iter().map(|load| load.as_f64().unwrap()).collect();
-        loads.len() == usize::from(CORE_COUNT) && loads.iter().all(|load| (0.7..1.1).contains(load))
+        let core_loads: Vec<f64> =
+            s1["core_load"].as_array().unwrap().iter().map(|load| load.as_f64().unwrap()).collect();
+        core_loads.len() == usize::from(CORE_COUNT) && core_loads.iter().all(|load| (0.7..1.1).contains(load))
     });
 
-    drain(&env);
+    assert_drain_waits_for_connections(&env);
 
-    env.loads.set_idle(NO_SERVER);
-    let mut kept = open_keepalive_connections(&env.testbed, 20);
-    let streams = StreamWorkload::endless(40.0);
-    let streams = env.testbed.start_stream_client_at(stream_service(&env.testbed), 1..4, &streams, None).unwrap();
+    env.load_writer.set_idle_server(NO_SERVER);
+    let mut connections_before = open_keepalive_connections(&env.testbed, 20);
+    let stream_workload = StreamWorkload::endless(40.0);
+    let stream_client = env
+        .testbed
+        .start_stream_client_at_address(stream_service_address(&env.testbed), 1..4, &stream_workload, None)
+        .unwrap();
     pause(2_000);
     env.fleet.kill("rack1").unwrap();
-    let killed = Instant::now();
+    let kill_time = Instant::now();
     env.wait_for_racks(&["", "rack2", "rack2", "rack2", ""]);
-    println!("rack1's agents report again after {:?}", killed.elapsed());
-    env.assert_all_reach(1);
-    env.assert_all_reach(2);
-    env.fleet.restart(&env.testbed, "rack1").unwrap();
-    eventually(*TIMEOUT, "rack1 is back", || env.rack_names() == ["rack1", "rack2"]);
+    println!("rack1's agents report again after {:?}", kill_time.elapsed());
+    env.assert_idle_server_gets_all_connections(1);
+    env.assert_idle_server_gets_all_connections(2);
+    env.fleet.restart_daemon(&env.testbed, "rack1").unwrap();
+    eventually(*TIMEOUT, "rack1 is back", || env.connected_rack_names() == ["rack1", "rack2"]);
     // No agent had to change its rack.
     env.wait_for_racks(&["", "rack2", "rack2", "rack2", ""]);
 
     env.fleet.kill("controller").unwrap();
     pause(1_000);
-    env.fleet.restart(&env.testbed, "controller").unwrap();
-    let restarted = Instant::now();
-    env.wait_for_racks_in(&[&["", "rack1"], &["", "rack1", "rack2"], &["", "rack2"], &["", "rack1", "rack2"], &[""]]);
-    eventually(*TIMEOUT, "the racks are back", || env.rack_names() == ["rack1", "rack2"]);
-    println!("all report {:?} after the controller's restart", restarted.elapsed());
+    env.fleet.restart_daemon(&env.testbed, "controller").unwrap();
+    let restart_time = Instant::now();
+    env.wait_for_allowed_racks(&[
+        &["", "rack1"],
+        &["", "rack1", "rack2"],
+        &["", "rack2"],
+        &["", "rack1", "rack2"],
+        &[""],
+    ]);
+    eventually(*TIMEOUT, "the racks are back", || env.connected_rack_names() == ["rack1", "rack2"]);
+    println!("all report {:?} after the controller's restart", restart_time.elapsed());
     for server in [3, 5, 2] {
-        env.assert_all_reach(server);
+        env.assert_idle_server_gets_all_connections(server);
     }
-    assert_answered(&mut kept);
-    assert_unbroken(streams);
-    assert_answered(&mut kept);
+    assert_answered(&mut connections_before);
+    assert_unbroken(stream_client);
+    assert_answered(&mut connections_before);
 }
 
 /// Drains a server behind a rack controller by `coreward drain --wait`, which counts its connections and ends with the
 /// last one.
-fn drain(env: &TestEnv) {
-    env.assert_all_reach(2);
-    let mut leaving = open_keepalive_connections(&env.testbed, 3);
-    assert!(leaving.iter().all(|(_, answerer)| answerer.server == 2));
-    let printed = env.testbed.directory().join("drain.txt");
-    let file = File::create(&printed).unwrap();
+fn assert_drain_waits_for_connections(env: &TestEnv) {
+    env.assert_idle_server_gets_all_connections(2);
+    let mut drained_connections = open_keepalive_connections(&env.testbed, 3);
+    assert!(drained_connections.iter().all(|(_, answerer)| answerer.server == 2));
+    let output_path = env.testbed.directory().join("drain.txt");
+    let output_file = File::create(&output_path).unwrap();
     let mut command: Command = operator_command(&env.testbed, &["drain", "s2", "--wait", "--timeout", "2m"]).unwrap();
-    command.stdin(Stdio::null()).stdout(file.try_clone().unwrap()).stderr(file);
-    let mut waiting = env.testbed.spawn(env.testbed.controller(), command).unwrap();
-    let says = |words: &str| eventually(*TIMEOUT, words, || fs::read_to_string(&printed).unwrap().contains(words));
-    says("s2 is draining: 3 connections remain\n");
-    let elsewhere = open_keepalive_connections(&env.testbed, 8);
-    assert!(elsewhere.iter().all(|(_, answerer)| answerer.server != 2));
-    assert_answered(&mut leaving);
-    leaving.truncate(1);
-    says("s2 is draining: 1 connection remains\n");
-    leaving.clear();
-    let ended = waiting.wait(*TIMEOUT).unwrap();
-    let printed = fs::read_to_string(&printed).unwrap();
-    assert!(ended.success() && printed.ends_with("s2 is drained: no connection remains\n"), "{printed}");
-    env.coreward(&["undrain", "s2"]);
-    env.assert_all_reach(2);
+    command.stdin(Stdio::null()).stdout(output_file.try_clone().unwrap()).stderr(output_file);
+    let mut drain_process = env.testbed.spawn(env.testbed.controller(), command).unwrap();
+    let wait_for_output =
+        |words: &str| eventually(*TIMEOUT, words, || fs::read_to_string(&output_path).unwrap().contains(words));
+    wait_for_output("s2 is draining: 3 connections remain\n");
+    let other_connections = open_keepalive_connections(&env.testbed, 8);
+    assert!(other_connections.iter().all(|(_, answerer)| answerer.server != 2));
+    assert_answered(&mut drained_connections);
+    drained_connections.truncate(1);
+    wait_for_output("s2 is draining: 1 connection remains\n");
+    drained_connections.clear();
+    let exit_status = drain_process.wait(*TIMEOUT).unwrap();
+    let output_text = fs::read_to_string(&output_path).unwrap();
+    assert!(exit_status.success() && output_text.ends_with("s2 is drained: no connection remains\n"), "{output_text}");
+    env.run_coreward(&["undrain", "s2"]);
+    env.assert_idle_server_gets_all_connections(2);
 }
 
 #[test]
-fn rack_reports_for_its_own_servers_only() {
+fn rack_controller_reports_only_for_its_own_servers() {
     skip_if!(missing_testbed_rights());
     let mut env = TestEnv::start("rackswho", &[(1, &[1]), (2, &[2])]);
-    env.assert_rejected(
+    env.assert_certificate_is_rejected(
         "rack1",
         (Role::Rack, "rack2"),
         "the certificate is for rack rack2, not for rack rack1: expected its own name",
     );
-    env.assert_rejected(
+    env.assert_certificate_is_rejected(
         "rack1",
         (Role::Agent, "s1"),
         "reason=\"wrong_role\" error=the certificate is for agent s1: expected rack",
@@ -301,14 +321,16 @@ fn rack_reports_for_its_own_servers_only() {
     options.server_racks.insert(2, vec![1]);
     env.fleet.set_options(&env.testbed, options.clone()).unwrap();
     let [controller, agent] = ["controller", "agent-s2"].map(|daemon| daemon_log(&env.testbed, daemon, 0).len());
-    env.fleet.restart(&env.testbed, &agent_name(2)).unwrap();
-    let words = r#"may not report for server \"s2\": expected rack \"rack2\", or its agent itself"#;
-    eventually(*TIMEOUT, words, || daemon_log(&env.testbed, "controller", controller).contains(words));
-    eventually(*TIMEOUT, words, || daemon_log(&env.testbed, "agent-s2", agent).contains(words));
+    env.fleet.restart_daemon(&env.testbed, &agent_name(2)).unwrap();
+    let rejection_words = r#"may not report for server \"s2\": expected rack \"rack2\", or its agent itself"#;
+    eventually(*TIMEOUT, rejection_words, || {
+        daemon_log(&env.testbed, "controller", controller).contains(rejection_words)
+    });
+    eventually(*TIMEOUT, rejection_words, || daemon_log(&env.testbed, "agent-s2", agent).contains(rejection_words));
     eventually(*TIMEOUT, "s2 is connected directly", || env.agent_rack("s2").is_some_and(|rack| rack.is_empty()));
-    let refused = &env.fleet.status(&env.testbed).unwrap()["refused_reports"]["foreign_rack"];
-    assert!(refused.as_u64().unwrap() >= 1, "{refused}");
-    env.assert_all_reach(2);
+    let refused_reports = &env.fleet.status(&env.testbed).unwrap()["refused_reports"]["foreign_rack"];
+    assert!(refused_reports.as_u64().unwrap() >= 1, "{refused_reports}");
+    env.assert_idle_server_gets_all_connections(2);
 
     // A new document disconnects agents that it forbids.
     eventually(*TIMEOUT, "s1 is connected through its rack", || {
@@ -316,15 +338,17 @@ fn rack_reports_for_its_own_servers_only() {
             return true;
         }
         // The agent bypassed its rack while the rack had no certificate.
-        env.fleet.upgrade(&env.testbed, &agent_name(1)).unwrap();
+        env.fleet.upgrade_daemon(&env.testbed, &agent_name(1)).unwrap();
         pause(2_000);
         false
     });
-    let from = daemon_log(&env.testbed, "controller", 0).len();
-    options.server_lines.insert(1, racks_key(&[]));
+    let log_length = daemon_log(&env.testbed, "controller", 0).len();
+    options.server_lines.insert(1, racks_line(&[]));
     env.fleet.set_options(&env.testbed, options).unwrap();
-    let words = r#"may not report for server \"s1\": expected its agent itself"#;
-    eventually(*TIMEOUT, words, || daemon_log(&env.testbed, "controller", from).contains(words));
+    let rejection_words = r#"may not report for server \"s1\": expected its agent itself"#;
+    eventually(*TIMEOUT, rejection_words, || {
+        daemon_log(&env.testbed, "controller", log_length).contains(rejection_words)
+    });
     eventually(*TIMEOUT, "s1 is connected directly", || env.agent_rack("s1").is_some_and(|rack| rack.is_empty()));
-    env.assert_all_reach(1);
+    env.assert_idle_server_gets_all_connections(1);
 }

@@ -6,20 +6,20 @@ use std::time::Duration;
 
 use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::fleet::{AdminState, FleetOptions};
-use coreward_testbed::stream::Request;
+use coreward_testbed::stream::StreamRequest;
 use coreward_testbed::{Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use socket2::SockRef;
 use zerocopy::IntoBytes as _;
 
 use crate::support::{TestEnv, eventually, pause};
 
-const LIMIT: Duration = Duration::from_secs(60);
+const SOCKETS_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Opens a connection on which the server sends a packet every 100 ms for ten minutes. Waits for the first packet.
-fn open() -> TcpStream {
-    let mut stream = TcpStream::connect_timeout(&SocketAddr::V4(SERVICE_ADDRESS), LIMIT).unwrap();
-    stream.set_read_timeout(Some(LIMIT)).unwrap();
-    let request = Request { seed: 1.into(), packets: 6_000.into(), duration_us: 600_000_000.into() };
+fn open_long_stream() -> TcpStream {
+    let mut stream = TcpStream::connect_timeout(&SocketAddr::V4(SERVICE_ADDRESS), SOCKETS_TIMEOUT).unwrap();
+    stream.set_read_timeout(Some(SOCKETS_TIMEOUT)).unwrap();
+    let request = StreamRequest { content_seed: 1.into(), packet_count: 6_000.into(), duration_us: 600_000_000.into() };
     stream.write_all(request.as_bytes()).unwrap();
     stream.read_exact(&mut [0; 125]).unwrap();
     stream
@@ -31,7 +31,7 @@ fn close_silently(stream: TcpStream) {
     use std::os::fd::AsRawFd as _;
     let on: libc::c_int = 1;
     // SAFETY: the descriptor is open, and the option is an int that outlives the call.
-    let outcome = unsafe {
+    let repair_result = unsafe {
         libc::setsockopt(
             stream.as_raw_fd(),
             libc::IPPROTO_TCP,
@@ -40,45 +40,45 @@ fn close_silently(stream: TcpStream) {
             size_of::<libc::c_int>() as libc::socklen_t,
         )
     };
-    assert_eq!(outcome, 0, "TCP_REPAIR: {}", std::io::Error::last_os_error());
+    assert_eq!(repair_result, 0, "TCP_REPAIR: {}", std::io::Error::last_os_error());
 }
 
 /// Returns the number of TCP sockets of the service that do not listen, at all servers together.
-fn count_sockets(testbed: &Testbed) -> usize {
+fn count_connected_sockets(testbed: &Testbed) -> usize {
     // State 0A is LISTEN (include/net/tcp_states.h); other sockets of the service have its port as local port.
-    let port = format!(":{:04X} ", SERVICE_ADDRESS.port());
-    let of_server = |number| {
-        testbed.server(number).unwrap().within(|| {
-            let table = std::fs::read_to_string("/proc/thread-self/net/tcp")?;
-            let of_service = |line: &&str| line.contains(&port) && !line.contains(" 0A ");
-            Ok(table.lines().filter(of_service).count())
+    let port_column = format!(":{:04X} ", SERVICE_ADDRESS.port());
+    let sockets_of_server = |number| {
+        testbed.server(number).unwrap().run_within(|| {
+            let socket_table = std::fs::read_to_string("/proc/thread-self/net/tcp")?;
+            let is_connected_socket = |line: &&str| line.contains(&port_column) && !line.contains(" 0A ");
+            Ok(socket_table.lines().filter(is_connected_socket).count())
         })
     };
-    testbed.server_numbers().into_iter().map(|number| of_server(number).unwrap()).sum()
+    testbed.server_numbers().into_iter().map(|number| sockets_of_server(number).unwrap()).sum()
 }
 
 #[test]
-fn servers_receive_resets_of_aborted_connections() {
+fn resets_of_aborted_connections_reach_their_servers() {
     skip_if!(missing_testbed_rights());
     let options = TestbedOptions { instance: "resets".to_owned(), servers: 4, ..TestbedOptions::default() };
     let mut env = TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..FleetOptions::default() });
     let client = env.testbed.client().clone();
     client
-        .within(|| {
-            let mut streams: Vec<TcpStream> = (0..24).map(|_| open()).collect();
+        .run_within(|| {
+            let mut open_streams: Vec<TcpStream> = (0..24).map(|_| open_long_stream()).collect();
             // The server has its socket after the handshake's last packet has arrived.
-            eventually(LIMIT, "24 connections are open", || count_sockets(&env.testbed) == 24);
+            eventually(SOCKETS_TIMEOUT, "24 connections are open", || count_connected_sockets(&env.testbed) == 24);
             env.set_admin_state(1, Some(AdminState::Draining));
             pause(500);
             // After an active close, the RST has a timestamp, and so the cookie.
-            for stream in streams.split_off(12) {
+            for stream in open_streams.split_off(12) {
                 SockRef::from(&stream).set_linger(Some(Duration::ZERO))?;
             }
-            eventually(LIMIT, "12 connections are reset", || count_sockets(&env.testbed) == 12);
-            streams.into_iter().for_each(close_silently);
-            eventually(LIMIT, "24 connections are reset", || count_sockets(&env.testbed) == 0);
+            eventually(SOCKETS_TIMEOUT, "12 connections are reset", || count_connected_sockets(&env.testbed) == 12);
+            open_streams.into_iter().for_each(close_silently);
+            eventually(SOCKETS_TIMEOUT, "24 connections are reset", || count_connected_sockets(&env.testbed) == 0);
             Ok(())
         })
         .unwrap();
-    eventually(LIMIT, "the load balancer counts", || env.sum_counter("broadcast") >= 12);
+    eventually(SOCKETS_TIMEOUT, "the load balancer counts", || env.sum_counter("broadcast") >= 12);
 }

@@ -5,10 +5,10 @@ use std::net::SocketAddrV4;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use coreward_testbed::addresses::{DEVICE, SERVICE_ADDRESS};
+use coreward_testbed::addresses::{HOST_DEVICE, SERVICE_ADDRESS};
 use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions};
-use coreward_testbed::http::Connection;
-use coreward_testbed::nginx::Nginx;
+use coreward_testbed::http::HttpConnection;
+use coreward_testbed::nginx::NginxServer;
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 
 use crate::support::{assert_answered, eventually, open_keepalive_connections};
@@ -16,33 +16,34 @@ use crate::support::{assert_answered, eventually, open_keepalive_connections};
 struct TestEnv {
     testbed: Testbed,
     fleet: Fleet,
-    nginx: Vec<Nginx>,
+    nginx_servers: Vec<NginxServer>,
 }
 
 fn start_env(instance: &str, servers: u16, policy: &str) -> TestEnv {
     let options = TestbedOptions { instance: instance.to_owned(), servers, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
-    let nginx = testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
+    let nginx_servers =
+        testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
     let fleet = Fleet::start(&testbed, FleetOptions { policy: policy.to_owned(), ..Default::default() }).unwrap();
-    TestEnv { testbed, fleet, nginx }
+    TestEnv { testbed, fleet, nginx_servers }
 }
 
 impl TestEnv {
-    fn in_client<T: Send>(&self, action: impl FnOnce() -> T + Send) -> T {
-        self.testbed.client().within(|| Ok(action())).unwrap()
+    fn run_at_client<T: Send>(&self, action: impl FnOnce() -> T + Send) -> T {
+        self.testbed.client().run_within(|| Ok(action())).unwrap()
     }
 
-    fn explain(&self, source: SocketAddrV4) -> serde_json::Value {
+    fn explain_connection(&self, source: SocketAddrV4) -> serde_json::Value {
         let (vip, client) = (SERVICE_ADDRESS.to_string(), source.to_string());
-        let arguments = ["explain", "--format", "json", "--vip", &vip, "--client", &client];
-        let command = coreward_testbed::fleet::operator_command(&self.testbed, &arguments).unwrap();
-        let output = self.testbed.run(self.testbed.controller(), command).unwrap();
+        let explain_arguments = ["explain", "--format", "json", "--vip", &vip, "--client", &client];
+        let command = coreward_testbed::fleet::operator_command(&self.testbed, &explain_arguments).unwrap();
+        let output = self.testbed.run_command(self.testbed.controller(), command).unwrap();
         serde_json::from_slice(&output.stdout).unwrap()
     }
 }
 
 #[test]
-fn killed_daemons_break_no_connection_and_take_over_again() {
+fn killed_daemons_break_no_connection_and_resume_their_work() {
     skip_if!(missing_testbed_rights());
     let mut env = start_env("kill", 2, "crossrss");
     let mut connections = open_keepalive_connections(&env.testbed, 20);
@@ -51,7 +52,7 @@ fn killed_daemons_break_no_connection_and_take_over_again() {
         assert_answered(&mut connections);
         // The pinned program also accepts new connections.
         connections.extend(open_keepalive_connections(&env.testbed, 5));
-        env.fleet.restart(&env.testbed, daemon).unwrap();
+        env.fleet.restart_daemon(&env.testbed, daemon).unwrap();
         env.fleet.wait_until_ready(&env.testbed).unwrap();
         assert_answered(&mut connections);
         connections.extend(open_keepalive_connections(&env.testbed, 5));
@@ -63,20 +64,20 @@ fn killed_daemons_break_no_connection_and_take_over_again() {
     assert_answered(&mut connections);
     connections.extend(open_keepalive_connections(&env.testbed, 5));
     for daemon in ["controller", "lb1", "agent-s1", "agent-s2"] {
-        env.fleet.restart(&env.testbed, daemon).unwrap();
+        env.fleet.restart_daemon(&env.testbed, daemon).unwrap();
     }
     env.fleet.wait_until_ready(&env.testbed).unwrap();
     assert_answered(&mut connections);
 }
 
 #[test]
-fn server_with_a_new_mac_address_is_found_again() {
+fn server_with_a_new_mac_address_is_resolved_again() {
     skip_if!(missing_testbed_rights());
     let env = start_env("mac", 1, "hash");
     let mut connections = open_keepalive_connections(&env.testbed, 3);
     let mut command = Command::new("ip");
-    command.args(["link", "set", "dev", DEVICE, "address", "02:00:00:00:00:77"]);
-    env.testbed.run(env.testbed.server(1).unwrap(), command).unwrap();
+    command.args(["link", "set", "dev", HOST_DEVICE, "address", "02:00:00:00:00:77"]);
+    env.testbed.run_command(env.testbed.server(1).unwrap(), command).unwrap();
     // The client's own neighbour entry of the server would matter only for packets from client to server, and there are
     // none.
     let start = Instant::now();
@@ -92,7 +93,7 @@ fn draining_server_keeps_connections_and_gets_no_new_ones() {
     let mut env = start_env("drain", 2, "rr");
     let mut connections = open_keepalive_connections(&env.testbed, 20);
     assert!(connections.iter().any(|(_, answerer)| answerer.server == 1));
-    let mut pool = env.fleet.pool().clone();
+    let mut pool = env.fleet.server_pool().clone();
     pool.insert(1, AdminState::Draining);
     env.fleet.set_pool(&env.testbed, pool.clone()).unwrap();
     eventually(*TIMEOUT, "server 1 drains", || {
@@ -115,45 +116,56 @@ fn draining_server_keeps_connections_and_gets_no_new_ones() {
 }
 
 #[test]
-fn explain_names_the_serving_server_and_core() {
+fn explain_predicts_the_serving_server_and_core() {
     skip_if!(missing_testbed_rights());
     let env = start_env("explain", 3, "hash");
-    let workers: Vec<Vec<u32>> = env.nginx.iter().map(Nginx::workers).collect();
-    let address = env.testbed.client_ipv4_address(0);
+    let worker_pids: Vec<Vec<u32>> = env.nginx_servers.iter().map(NginxServer::worker_pids).collect();
+    let client_address = env.testbed.client_ipv4_address(0);
     // An agent looks for workers once a second.
     eventually(*TIMEOUT, "connections are steered at every server", || {
         open_keepalive_connections(&env.testbed, 8);
         let status = env.fleet.status(&env.testbed).unwrap();
-        let steers = |server: &serde_json::Value| server["counters"]["steered"].as_u64().is_some_and(|count| count > 0);
-        status["servers"].as_array().unwrap().iter().all(steers)
+        let is_steering =
+            |server: &serde_json::Value| server["counters"]["steered"].as_u64().is_some_and(|count| count > 0);
+        status["servers"].as_array().unwrap().iter().all(is_steering)
     });
     // None of these ports is one that the kernel has drawn for those connections (net.ipv4.ip_local_port_range).
     for port in 20_300..20_332 {
-        let source = SocketAddrV4::new(address, port);
-        let explained = env.explain(source);
-        let answerer = env.in_client(|| Connection::open(Some(source)).unwrap().query_worker().unwrap());
-        assert_eq!(explained["chosen_server"], format!("s{}", answerer.server), "{source}: {explained}");
-        let servers = explained["servers"].as_array().unwrap();
-        let chosen = servers.iter().find(|server| server["name"] == explained["chosen_server"]).unwrap();
+        let source_address = SocketAddrV4::new(client_address, port);
+        let explanation = env.explain_connection(source_address);
+        let answering_worker =
+            env.run_at_client(|| HttpConnection::open(Some(source_address)).unwrap().query_worker().unwrap());
+        assert_eq!(
+            explanation["chosen_server"],
+            format!("s{}", answering_worker.server),
+            "{source_address}: {explanation}"
+        );
+        let explained_servers = explanation["servers"].as_array().unwrap();
+        let chosen_server =
+            explained_servers.iter().find(|server| server["name"] == explanation["chosen_server"]).unwrap();
         // `steer = "order"`: the k-th worker serves what RSS sends to core k.
-        let core = chosen["core"].as_u64().unwrap() as usize;
-        assert_eq!(workers[usize::from(answerer.server) - 1][core], answerer.worker, "{source}: {explained}");
+        let core_index = chosen_server["core"].as_u64().unwrap() as usize;
+        assert_eq!(
+            worker_pids[usize::from(answering_worker.server) - 1][core_index],
+            answering_worker.worker_pid,
+            "{source_address}: {explanation}"
+        );
     }
 }
 
 #[test]
-fn missing_interface_is_named() {
+fn error_of_a_missing_interface_contains_its_name() {
     skip_if!(missing_testbed_rights());
     let options = TestbedOptions { instance: "noif".to_owned(), servers: 0, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
-    let file = testbed.directory().join("lb.toml");
+    let config_path = testbed.directory().join("lb.toml");
     let text = format!(
         "name = \"lb\"\ncontroller = \"10.1.0.2:7400\"\ninterface = \"eth7\"\npin_directory = \"{}\"\n",
         testbed.load_balancer_pin_directory(1).display()
     );
-    std::fs::write(&file, text).unwrap();
+    std::fs::write(&config_path, text).unwrap();
     let mut command = Command::new(coreward_testbed::fleet::coreward_command().unwrap());
-    command.arg("lb").arg("--config").arg(&file);
-    let error = testbed.run(testbed.load_balancer(1).unwrap(), command).unwrap_err().to_string();
+    command.arg("lb").arg("--config").arg(&config_path);
+    let error = testbed.run_command(testbed.load_balancer(1).unwrap(), command).unwrap_err().to_string();
     assert!(error.contains("eth7") && error.contains("does not exist"), "{error}");
 }

@@ -4,17 +4,17 @@
 use std::time::SystemTime;
 
 use coreward_model::forwarding::Forwarding;
-use coreward_testbed::addresses::{AddressFamily, DEVICE};
+use coreward_testbed::addresses::{AddressFamily, HOST_DEVICE};
 use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 
-use crate::support::{TestEnv, assert_unbroken, duration_until_logged, eventually, run};
+use crate::support::{TestEnv, assert_unbroken, duration_until_logged, eventually, run_command_text};
 
 fn start_env(instance: &str, forwarding: Forwarding, family: AddressFamily, servers_family: AddressFamily) -> TestEnv {
     let options = TestbedOptions {
         instance: instance.to_owned(),
         servers: 3,
-        routed_servers: true,
+        has_server_router: true,
         family,
         ..TestbedOptions::default()
     };
@@ -23,74 +23,74 @@ fn start_env(instance: &str, forwarding: Forwarding, family: AddressFamily, serv
 }
 
 /// `family`: address family of the service; `servers_family`: of the servers' addresses, and so of the outer headers.
-fn streams_survive_changes_of_the_pool(
+fn assert_streams_survive_pool_changes(
     instance: &str,
     forwarding: Forwarding,
     family: AddressFamily,
     servers_family: AddressFamily,
 ) {
     let mut env = start_env(instance, forwarding, family, servers_family);
-    let client = env.start_streams(20.0);
+    let stream_client = env.start_streams(20.0);
     env.wait_for_connections(60);
     env.set_admin_state(1, Some(AdminState::Draining));
     env.wait_for_connections(40);
     env.set_admin_state(1, Some(AdminState::Active));
     env.set_admin_state(2, Some(AdminState::Draining));
     env.wait_for_connections(40);
-    assert_unbroken(client);
+    assert_unbroken(stream_client);
     eventually(*TIMEOUT, "the load balancer reports", || env.sum_counter("established") > 100);
     for counter in ["drop_exceeds_mtu", "drop_server_unresolved"] {
         assert_eq!(env.sum_counter(counter), 0, "{counter}");
     }
-    env.assert_only_resets("drop_not_broadcast");
+    env.assert_counts_only_resets("drop_not_broadcast");
 }
 
 #[test]
 fn streams_survive_changes_of_a_routed_pool_by_ipip() {
     skip_if!(missing_testbed_rights());
-    streams_survive_changes_of_the_pool("routedipip", Forwarding::Ipip, AddressFamily::Ipv4, AddressFamily::Ipv4);
+    assert_streams_survive_pool_changes("routedipip", Forwarding::Ipip, AddressFamily::Ipv4, AddressFamily::Ipv4);
 }
 
 #[test]
 fn streams_survive_changes_of_a_routed_pool_by_gue() {
     skip_if!(missing_testbed_rights());
-    streams_survive_changes_of_the_pool("routedgue", Forwarding::Gue, AddressFamily::Ipv4, AddressFamily::Ipv4);
+    assert_streams_survive_pool_changes("routedgue", Forwarding::Gue, AddressFamily::Ipv4, AddressFamily::Ipv4);
 }
 
 #[test]
 fn ipv6_streams_survive_changes_of_a_routed_ipv6_pool_by_ipip() {
     skip_if!(missing_testbed_rights());
-    streams_survive_changes_of_the_pool("routed66ipip", Forwarding::Ipip, AddressFamily::Ipv6, AddressFamily::Ipv6);
+    assert_streams_survive_pool_changes("routed66ipip", Forwarding::Ipip, AddressFamily::Ipv6, AddressFamily::Ipv6);
 }
 
 #[test]
 fn ipv6_streams_survive_changes_of_a_routed_ipv6_pool_by_gue() {
     skip_if!(missing_testbed_rights());
-    streams_survive_changes_of_the_pool("routed66gue", Forwarding::Gue, AddressFamily::Ipv6, AddressFamily::Ipv6);
+    assert_streams_survive_pool_changes("routed66gue", Forwarding::Gue, AddressFamily::Ipv6, AddressFamily::Ipv6);
 }
 
 #[test]
 fn ipv6_streams_survive_changes_of_a_routed_ipv4_pool_by_ipip() {
     skip_if!(missing_testbed_rights());
-    streams_survive_changes_of_the_pool("routed64ipip", Forwarding::Ipip, AddressFamily::Ipv6, AddressFamily::Ipv4);
+    assert_streams_survive_pool_changes("routed64ipip", Forwarding::Ipip, AddressFamily::Ipv6, AddressFamily::Ipv4);
 }
 
 #[test]
 fn ipv6_streams_survive_changes_of_a_routed_ipv4_pool_by_gue() {
     skip_if!(missing_testbed_rights());
-    streams_survive_changes_of_the_pool("routed64gue", Forwarding::Gue, AddressFamily::Ipv6, AddressFamily::Ipv4);
+    assert_streams_survive_pool_changes("routed64gue", Forwarding::Gue, AddressFamily::Ipv6, AddressFamily::Ipv4);
 }
 
 #[test]
 fn streams_survive_changes_of_a_routed_ipv6_pool_by_ipip() {
     skip_if!(missing_testbed_rights());
-    streams_survive_changes_of_the_pool("routed46ipip", Forwarding::Ipip, AddressFamily::Ipv4, AddressFamily::Ipv6);
+    assert_streams_survive_pool_changes("routed46ipip", Forwarding::Ipip, AddressFamily::Ipv4, AddressFamily::Ipv6);
 }
 
 #[test]
 fn streams_survive_changes_of_a_routed_ipv6_pool_by_gue() {
     skip_if!(missing_testbed_rights());
-    streams_survive_changes_of_the_pool("routed46gue", Forwarding::Gue, AddressFamily::Ipv4, AddressFamily::Ipv6);
+    assert_streams_survive_pool_changes("routed46gue", Forwarding::Gue, AddressFamily::Ipv4, AddressFamily::Ipv6);
 }
 
 /// Routers have no IPv4 address on this link, as in fabrics with unnumbered links (RFC 8950).
@@ -98,16 +98,24 @@ fn streams_survive_changes_of_a_routed_ipv6_pool_by_gue() {
 fn streams_survive_a_change_to_an_ipv6_next_hop() {
     skip_if!(missing_testbed_rights());
     let env = start_env("routedvia", Forwarding::Ipip, AddressFamily::Ipv4, AddressFamily::Ipv4);
-    let client = env.start_streams(20.0);
+    let stream_client = env.start_streams(20.0);
     env.wait_for_connections(60);
     let (router, balancer) = (env.testbed.server_router().unwrap(), env.testbed.load_balancer(1).unwrap());
-    let addresses = run(&env.testbed, router, &format!("ip -6 -oneline address show dev {DEVICE} scope link"));
-    let address = addresses.split_whitespace().find_map(|word| word.strip_suffix("/64")).expect(&addresses);
-    let changed = SystemTime::now();
-    run(&env.testbed, balancer, &format!("ip route replace 10.1.1.0/24 via inet6 {address} dev {DEVICE}"));
-    let event = "event=\"next-hops-changed\"";
-    eventually(*TIMEOUT, event, || duration_until_logged(&env.testbed, 1, event, changed).is_some());
+    let link_local_addresses =
+        run_command_text(&env.testbed, router, &format!("ip -6 -oneline address show dev {HOST_DEVICE} scope link"));
+    let link_local_address =
+        link_local_addresses.split_whitespace().find_map(|word| word.strip_suffix("/64")).expect(&link_local_addresses);
+    let change_time = SystemTime::now();
+    run_command_text(
+        &env.testbed,
+        balancer,
+        &format!("ip route replace 10.1.1.0/24 via inet6 {link_local_address} dev {HOST_DEVICE}"),
+    );
+    let next_hop_event = "event=\"next-hops-changed\"";
+    eventually(*TIMEOUT, next_hop_event, || {
+        duration_until_logged(&env.testbed, 1, next_hop_event, change_time).is_some()
+    });
     env.wait_for_connections(60);
-    assert_unbroken(client);
+    assert_unbroken(stream_client);
     assert_eq!(env.sum_counter("drop_server_unresolved"), 0);
 }

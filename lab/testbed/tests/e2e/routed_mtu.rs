@@ -8,12 +8,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use coreward_model::forwarding::Forwarding;
-use coreward_testbed::addresses::{AddressFamily, DEVICE, server_address};
+use coreward_testbed::addresses::{AddressFamily, HOST_DEVICE, server_address};
 use coreward_testbed::fleet::{Fleet, FleetOptions};
-use coreward_testbed::uplink::CLIENT_LINK;
+use coreward_testbed::uplink::CLIENT_SIDE_DEVICE;
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 
-use crate::support::{eventually, run};
+use crate::support::{eventually, run_command_text};
 
 const MEGABYTE: usize = 1_000_000;
 const ETHERNET_MTU: usize = 1500;
@@ -27,18 +27,18 @@ struct EchoServers(Arc<AtomicBool>);
 
 impl EchoServers {
     fn start(testbed: &Testbed) -> Self {
-        let done = Arc::new(AtomicBool::new(false));
+        let done_flag = Arc::new(AtomicBool::new(false));
         for number in testbed.server_numbers() {
             let service = testbed.service();
-            let bind = || Ok((TcpListener::bind(service)?, UdpSocket::bind(service)?));
-            let (listener, socket) = testbed.server(number).unwrap().within(bind).unwrap();
+            let bind_sockets = || Ok((TcpListener::bind(service)?, UdpSocket::bind(service)?));
+            let (listener, socket) = testbed.server(number).unwrap().run_within(bind_sockets).unwrap();
             listener.set_nonblocking(true).unwrap();
             socket.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
-            let (done_tcp, done_udp) = (Arc::clone(&done), Arc::clone(&done));
-            std::thread::spawn(move || accept(&listener, &done_tcp));
-            std::thread::spawn(move || answer(&socket, &done_udp));
+            let (done_tcp, done_udp) = (Arc::clone(&done_flag), Arc::clone(&done_flag));
+            std::thread::spawn(move || echo_connections(&listener, &done_tcp));
+            std::thread::spawn(move || echo_datagrams(&socket, &done_udp));
         }
-        Self(done)
+        Self(done_flag)
     }
 }
 
@@ -48,21 +48,21 @@ impl Drop for EchoServers {
     }
 }
 
-fn accept(listener: &TcpListener, done: &AtomicBool) {
+fn echo_connections(listener: &TcpListener, done: &AtomicBool) {
     while !done.load(Ordering::Relaxed) {
         match listener.accept() {
             Ok((mut stream, _)) => drop(std::thread::spawn(move || {
                 stream.set_nonblocking(false)?;
-                let mut bytes = vec![0; MEGABYTE];
-                stream.read_exact(&mut bytes)?;
-                stream.write_all(&bytes)
+                let mut received_bytes = vec![0; MEGABYTE];
+                stream.read_exact(&mut received_bytes)?;
+                stream.write_all(&received_bytes)
             })),
             Err(_) => std::thread::sleep(Duration::from_millis(10)),
         }
     }
 }
 
-fn answer(socket: &UdpSocket, done: &AtomicBool) {
+fn echo_datagrams(socket: &UdpSocket, done: &AtomicBool) {
     let mut buffer = vec![0; 65_536];
     while !done.load(Ordering::Relaxed) {
         if let Ok((length, client)) = socket.recv_from(&mut buffer) {
@@ -73,41 +73,41 @@ fn answer(socket: &UdpSocket, done: &AtomicBool) {
 }
 
 /// Sends 1 MB to the service over one connection, and receives it back.
-fn exchange_by_tcp(service: SocketAddr) -> anyhow::Result<()> {
+fn exchange_megabyte_by_tcp(service: SocketAddr) -> anyhow::Result<()> {
     let mut stream = TcpStream::connect_timeout(&service, *TIMEOUT)?;
     stream.set_read_timeout(Some(*TIMEOUT))?;
     stream.set_write_timeout(Some(*TIMEOUT))?;
-    let sent: Vec<u8> = (0..MEGABYTE).map(|index| (index % 251) as u8).collect();
-    stream.write_all(&sent)?;
-    let mut received = vec![0; MEGABYTE];
-    stream.read_exact(&mut received)?;
-    anyhow::ensure!(sent == received, "other bytes came back");
+    let sent_bytes: Vec<u8> = (0..MEGABYTE).map(|index| (index % 251) as u8).collect();
+    stream.write_all(&sent_bytes)?;
+    let mut received_bytes = vec![0; MEGABYTE];
+    stream.read_exact(&mut received_bytes)?;
+    anyhow::ensure!(sent_bytes == received_bytes, "other bytes came back");
     Ok(())
 }
 
 /// Returns whether the error is an ICMP error for a long packet; the kernel then sends shorter fragments.
-fn is_too_long(error: &std::io::Error) -> bool {
+fn is_message_too_long(error: &std::io::Error) -> bool {
     error.raw_os_error() == Some(libc::EMSGSIZE)
 }
 
 /// Sends 1 MB to the service and back in datagrams of `length`, one by one. Returns how many datagrams were repeated.
-fn exchange_by_udp(service: SocketAddr, length: usize) -> anyhow::Result<usize> {
+fn exchange_megabyte_by_udp(service: SocketAddr, length: usize) -> anyhow::Result<usize> {
     let socket = UdpSocket::bind(if service.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" })?;
     socket.connect(service)?;
     socket.set_read_timeout(Some(RETRY_INTERVAL))?;
     let (mut repeats, mut buffer) = (0, vec![0; 65_536]);
     for number in 0..MEGABYTE / length {
-        let sent = vec![number as u8; length];
-        let end = Instant::now() + *TIMEOUT;
-        socket.send(&sent)?;
+        let sent_datagram = vec![number as u8; length];
+        let deadline = Instant::now() + *TIMEOUT;
+        socket.send(&sent_datagram)?;
         loop {
             match socket.recv(&mut buffer) {
-                Ok(received) if buffer[..received] == sent[..] => break,
+                Ok(received) if buffer[..received] == sent_datagram[..] => break,
                 // This answers a datagram that was sent again.
                 Ok(_) => {}
-                Err(error) if error.kind() == ErrorKind::WouldBlock || is_too_long(&error) => {
-                    anyhow::ensure!(Instant::now() < end, "no answer to datagram {number} of {length} bytes");
-                    socket.send(&sent)?;
+                Err(error) if error.kind() == ErrorKind::WouldBlock || is_message_too_long(&error) => {
+                    anyhow::ensure!(Instant::now() < deadline, "no answer to datagram {number} of {length} bytes");
+                    socket.send(&sent_datagram)?;
                     repeats += 1;
                 }
                 Err(error) => return Err(error.into()),
@@ -119,125 +119,130 @@ fn exchange_by_udp(service: SocketAddr, length: usize) -> anyhow::Result<usize> 
 
 /// Returns the MTU towards the service that the client's kernel has learned; `None`: it uses the device's MTU.
 fn learned_mtu(testbed: &Testbed) -> Option<usize> {
-    let route = run(testbed, testbed.client(), &format!("ip route get {}", testbed.service().ip()));
-    let mut words = route.split_whitespace().skip_while(|word| *word != "mtu");
-    words.nth(1).map(|mtu| mtu.parse().unwrap())
+    let route_text = run_command_text(testbed, testbed.client(), &format!("ip route get {}", testbed.service().ip()));
+    let mut words_from_mtu = route_text.split_whitespace().skip_while(|word| *word != "mtu");
+    words_from_mtu.nth(1).map(|mtu| mtu.parse().unwrap())
 }
 
 /// Encapsulation, address family of the service, and address family of the servers.
-type Tunnel = (Forwarding, AddressFamily, AddressFamily);
+type TunnelKind = (Forwarding, AddressFamily, AddressFamily);
 
-fn start(instance: &str, (forwarding, family, servers_family): Tunnel) -> (Fleet, EchoServers, Testbed) {
+fn start_env(instance: &str, (forwarding, family, servers_family): TunnelKind) -> (Fleet, EchoServers, Testbed) {
     let testbed = Testbed::create(TestbedOptions {
         instance: instance.to_owned(),
         family,
         servers: 2,
-        routed_servers: true,
+        has_server_router: true,
         router_mtu: Some(ETHERNET_MTU as u16),
         ..TestbedOptions::default()
     })
     .unwrap();
-    let echoes = EchoServers::start(&testbed);
-    let datagrams = format!(
+    let echo_servers = EchoServers::start(&testbed);
+    let udp_service_config = format!(
         "\n[[service]]\nname = \"datagrams\"\nvip = \"{}\"\nprotocol = \"udp\"\npolicy = \"rr\"\n\
          forwarding = \"{}\"\n",
         testbed.service(),
         forwarding.name()
     );
     let policy = "rr".to_owned();
-    let options = FleetOptions { forwarding, servers_family, policy, fleet_text: datagrams, ..FleetOptions::default() };
-    (Fleet::start(&testbed, options).unwrap(), echoes, testbed)
+    let options =
+        FleetOptions { forwarding, servers_family, policy, fleet_text: udp_service_config, ..FleetOptions::default() };
+    (Fleet::start(&testbed, options).unwrap(), echo_servers, testbed)
 }
 
-fn counter(fleet: &Fleet, testbed: &Testbed, name: &str) -> u64 {
+fn lb_counter(fleet: &Fleet, testbed: &Testbed, name: &str) -> u64 {
     let status = fleet.status(testbed).unwrap();
     status["load_balancers"][0]["state"]["counters"][name].as_u64().unwrap_or(0)
 }
 
 /// `client_mtu`: MTU of the client's link, at both ends or, with `from_router`, only at the router's end.
-fn transfer_megabytes(instance: &str, tunnel: Tunnel, client_mtu: u16, from_router: bool) {
-    let (fleet, _echoes, testbed) = start(instance, tunnel);
-    let router = testbed.router().unwrap();
+fn assert_megabytes_pass(instance: &str, tunnel: TunnelKind, client_mtu: u16, from_router: bool) {
+    let (fleet, _echoes, testbed) = start_env(instance, tunnel);
+    let router = testbed.client_router().unwrap();
     if from_router {
-        let clients = if tunnel.1 == AddressFamily::Ipv4 { "10.2.0.0/16" } else { "2001:db8::a02:0/112" };
-        run(&testbed, router, &format!("ip route replace {clients} dev {CLIENT_LINK} mtu {client_mtu}"));
+        let client_prefix = if tunnel.1 == AddressFamily::Ipv4 { "10.2.0.0/16" } else { "2001:db8::a02:0/112" };
+        run_command_text(
+            &testbed,
+            router,
+            &format!("ip route replace {client_prefix} dev {CLIENT_SIDE_DEVICE} mtu {client_mtu}"),
+        );
     } else {
-        run(&testbed, testbed.client(), &format!("ip link set {DEVICE} mtu {client_mtu}"));
-        run(&testbed, router, &format!("ip link set {CLIENT_LINK} mtu {client_mtu}"));
+        run_command_text(&testbed, testbed.client(), &format!("ip link set {HOST_DEVICE} mtu {client_mtu}"));
+        run_command_text(&testbed, router, &format!("ip link set {CLIENT_SIDE_DEVICE} mtu {client_mtu}"));
     }
-    let longest = ETHERNET_MTU - tunnel.0.overhead(tunnel.2.address(server_address(1)));
-    let leaves_client = if from_router { ETHERNET_MTU } else { client_mtu.into() };
-    let service = testbed.service();
+    let max_inner_length = ETHERNET_MTU - tunnel.0.overhead_bytes(tunnel.2.address(server_address(1)));
+    let max_client_packet = if from_router { ETHERNET_MTU } else { client_mtu.into() };
+    let service_address = testbed.service();
     testbed
         .client()
-        .within(|| {
-            (0..4).try_for_each(|_| exchange_by_tcp(service))?;
+        .run_within(|| {
+            (0..4).try_for_each(|_| exchange_megabyte_by_tcp(service_address))?;
             for length in DATAGRAM_LENGTHS {
-                let repeats = exchange_by_udp(service, length)?;
-                println!("{length} bytes: {repeats} sent again");
-                anyhow::ensure!(repeats <= 10, "{repeats} of {} sent again", MEGABYTE / length);
+                let repeated_datagrams = exchange_megabyte_by_udp(service_address, length)?;
+                println!("{length} bytes: {repeated_datagrams} sent again");
+                anyhow::ensure!(repeated_datagrams <= 10, "{repeated_datagrams} of {} sent again", MEGABYTE / length);
             }
             Ok(())
         })
         .unwrap();
     // The kernel stores an MTU for each destination.
-    assert_eq!(learned_mtu(&testbed), (leaves_client > longest).then_some(longest));
-    if leaves_client > longest {
-        let answered = || counter(&fleet, &testbed, "drop_fragmentation_needed");
-        eventually(*TIMEOUT, "the load balancer reports its ICMP errors", || answered() > 0);
+    assert_eq!(learned_mtu(&testbed), (max_client_packet > max_inner_length).then_some(max_inner_length));
+    if max_client_packet > max_inner_length {
+        let fragmentation_needed_count = || lb_counter(&fleet, &testbed, "drop_fragmentation_needed");
+        eventually(*TIMEOUT, "the load balancer reports its ICMP errors", || fragmentation_needed_count() > 0);
     }
 }
 
 #[test]
 fn megabytes_pass_by_ipip_to_a_client_behind_an_mtu_of_1280() {
     skip_if!(missing_testbed_rights());
-    transfer_megabytes("mtuipipsmall", (Forwarding::Ipip, AddressFamily::Ipv4, AddressFamily::Ipv4), 1_280, true);
+    assert_megabytes_pass("mtuipipsmall", (Forwarding::Ipip, AddressFamily::Ipv4, AddressFamily::Ipv4), 1_280, true);
 }
 
 #[test]
 fn megabytes_pass_by_gue_to_a_client_behind_an_mtu_of_1280() {
     skip_if!(missing_testbed_rights());
-    transfer_megabytes("mtuguesmall", (Forwarding::Gue, AddressFamily::Ipv4, AddressFamily::Ipv4), 1_280, true);
+    assert_megabytes_pass("mtuguesmall", (Forwarding::Gue, AddressFamily::Ipv4, AddressFamily::Ipv4), 1_280, true);
 }
 
 #[test]
 fn megabytes_pass_by_ipip_from_a_client_with_an_mtu_of_9000() {
     skip_if!(missing_testbed_rights());
-    transfer_megabytes("mtuipiplarge", (Forwarding::Ipip, AddressFamily::Ipv4, AddressFamily::Ipv4), 9_000, false);
+    assert_megabytes_pass("mtuipiplarge", (Forwarding::Ipip, AddressFamily::Ipv4, AddressFamily::Ipv4), 9_000, false);
 }
 
 #[test]
 fn megabytes_pass_by_gue_from_a_client_with_an_mtu_of_9000() {
     skip_if!(missing_testbed_rights());
-    transfer_megabytes("mtuguelarge", (Forwarding::Gue, AddressFamily::Ipv4, AddressFamily::Ipv4), 9_000, false);
+    assert_megabytes_pass("mtuguelarge", (Forwarding::Gue, AddressFamily::Ipv4, AddressFamily::Ipv4), 9_000, false);
 }
 
 #[test]
 fn megabytes_pass_by_gue_from_a_client_with_an_mtu_of_1280() {
     skip_if!(missing_testbed_rights());
-    transfer_megabytes("mtugueclient", (Forwarding::Gue, AddressFamily::Ipv4, AddressFamily::Ipv4), 1_280, false);
+    assert_megabytes_pass("mtugueclient", (Forwarding::Gue, AddressFamily::Ipv4, AddressFamily::Ipv4), 1_280, false);
 }
 
 #[test]
 fn ipv6_megabytes_pass_by_gue_to_a_client_behind_an_mtu_of_1280() {
     skip_if!(missing_testbed_rights());
-    transfer_megabytes("mtugue66small", (Forwarding::Gue, AddressFamily::Ipv6, AddressFamily::Ipv6), 1_280, true);
+    assert_megabytes_pass("mtugue66small", (Forwarding::Gue, AddressFamily::Ipv6, AddressFamily::Ipv6), 1_280, true);
 }
 
 #[test]
 fn ipv6_megabytes_pass_by_gue_from_a_client_with_an_mtu_of_9000() {
     skip_if!(missing_testbed_rights());
-    transfer_megabytes("mtugue66large", (Forwarding::Gue, AddressFamily::Ipv6, AddressFamily::Ipv6), 9_000, false);
+    assert_megabytes_pass("mtugue66large", (Forwarding::Gue, AddressFamily::Ipv6, AddressFamily::Ipv6), 9_000, false);
 }
 
 #[test]
 fn ipv6_megabytes_pass_by_ipip_over_ipv4_from_a_client_with_an_mtu_of_9000() {
     skip_if!(missing_testbed_rights());
-    transfer_megabytes("mtuipip64large", (Forwarding::Ipip, AddressFamily::Ipv6, AddressFamily::Ipv4), 9_000, false);
+    assert_megabytes_pass("mtuipip64large", (Forwarding::Ipip, AddressFamily::Ipv6, AddressFamily::Ipv4), 9_000, false);
 }
 
 #[test]
 fn megabytes_pass_by_ipip_over_ipv6_from_a_client_with_an_mtu_of_9000() {
     skip_if!(missing_testbed_rights());
-    transfer_megabytes("mtuipip46large", (Forwarding::Ipip, AddressFamily::Ipv4, AddressFamily::Ipv6), 9_000, false);
+    assert_megabytes_pass("mtuipip46large", (Forwarding::Ipip, AddressFamily::Ipv4, AddressFamily::Ipv6), 9_000, false);
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use coreward_model::FourTuple;
 use coreward_model::rss::{IndirectionTable, RssConfig, RssKey};
-use coreward_testbed::addresses::{DEVICE, SERVICE_ADDRESS, VIP, server_address};
+use coreward_testbed::addresses::{FIRST_VIP, HOST_DEVICE, SERVICE_ADDRESS, server_address};
 use coreward_testbed::instance::find_remains;
 use coreward_testbed::rss_emulation::{ReceiveQueueRecorder, attach_xdp_pass, read_registers, write_registers};
 use coreward_testbed::{Testbed, TestbedOptions, counters, missing_testbed_rights, nginx, skip_if};
@@ -19,10 +19,10 @@ fn options(instance: &str, servers: u16) -> TestbedOptions {
     TestbedOptions { instance: instance.to_owned(), servers, ..TestbedOptions::default() }
 }
 
-fn curl(testbed: &Testbed, path: &str, arguments: &[&str]) -> anyhow::Result<Vec<u8>> {
+fn fetch_with_curl(testbed: &Testbed, path: &str, arguments: &[&str]) -> anyhow::Result<Vec<u8>> {
     let mut curl = Command::new("curl");
     curl.args(["-sS", "--max-time", "10"]).args(arguments).arg(format!("http://{SERVICE_ADDRESS}{path}"));
-    Ok(testbed.run(testbed.client(), curl)?.stdout)
+    Ok(testbed.run_command(testbed.client(), curl)?.stdout)
 }
 
 #[test]
@@ -30,28 +30,29 @@ fn hosts_reach_each_other_and_nginx_serves() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let mut testbed = Testbed::create(options("ttopology", 2))?;
 
-    attach_xdp_pass(testbed.load_balancer(1)?, DEVICE).context("the load balancer's device must take native XDP")?;
+    attach_xdp_pass(testbed.load_balancer(1)?, HOST_DEVICE)
+        .context("the load balancer's device must take native XDP")?;
 
     let nginx = testbed.start_nginx(1)?;
-    assert_eq!(nginx.workers().len(), 4);
+    assert_eq!(nginx.worker_pids().len(), 4);
     // Otherwise all processes get SIGHUP when a shell ends while one process of the testbed is stopped.
-    let pid = Pid::from_raw(nginx.pid() as i32);
-    assert_eq!(getpgid(Some(pid))?, pid);
+    let nginx_pid = Pid::from_raw(nginx.master_pid() as i32);
+    assert_eq!(getpgid(Some(nginx_pid))?, nginx_pid);
     testbed.route_vip_to_server_1(testbed.client())?;
-    let large = curl(&testbed, nginx::LARGE_FILE, &[])?;
-    assert_eq!(large.len(), nginx::LARGE_FILE_BYTES);
-    let who = String::from_utf8(curl(&testbed, nginx::WORKER_PATH, &[])?)?;
-    let (server, pid) = who.trim().split_once(' ').context("server and pid")?;
+    let large_file = fetch_with_curl(&testbed, nginx::LARGE_FILE_PATH, &[])?;
+    assert_eq!(large_file.len(), nginx::LARGE_FILE_BYTES);
+    let worker_response = String::from_utf8(fetch_with_curl(&testbed, nginx::WORKER_IDENTITY_PATH, &[])?)?;
+    let (server, pid) = worker_response.trim().split_once(' ').context("server and pid")?;
     assert_eq!(server, "1");
-    assert!(nginx.workers().contains(&pid.parse()?), "{who:?} is none of {:?}", nginx.workers());
+    assert!(nginx.worker_pids().contains(&pid.parse()?), "{worker_response:?} is none of {:?}", nginx.worker_pids());
 
-    let added = testbed.add_server()?;
-    assert_eq!((added, testbed.server_numbers()), (3, vec![1, 2, 3]));
+    let added_server = testbed.add_server()?;
+    assert_eq!((added_server, testbed.server_numbers()), (3, vec![1, 2, 3]));
     // No process listens: the host itself refuses the connection (curl's exit code 7); silence would be a timeout (28).
-    let mut added_host = Command::new("curl");
-    added_host.args(["-sS", "--max-time", "5", &format!("http://{}/", server_address(added))]);
-    let refused = testbed.run(testbed.client(), added_host).unwrap_err().to_string();
-    assert!(refused.contains("exit status: 7"), "{refused}");
+    let mut curl_command = Command::new("curl");
+    curl_command.args(["-sS", "--max-time", "5", &format!("http://{}/", server_address(added_server))]);
+    let refusal = testbed.run_command(testbed.client(), curl_command).unwrap_err().to_string();
+    assert!(refusal.contains("exit status: 7"), "{refusal}");
     testbed.remove_server(2)?;
     assert_eq!(testbed.server_numbers(), [1, 3]);
     assert!(testbed.server(2).is_err() && testbed.server(0).is_err());
@@ -59,22 +60,22 @@ fn hosts_reach_each_other_and_nginx_serves() -> anyhow::Result<()> {
 }
 
 /// Opens a connection per source port. Asserts that Toeplitz hash and table predict each one's receive queue.
-fn assert_queues_as_predicted(
+fn assert_queues_match_prediction(
     testbed: &Testbed,
     queues: &ReceiveQueueRecorder,
     rss: &RssConfig,
     first_port: u16,
 ) -> anyhow::Result<()> {
-    let mut used = vec![false; usize::from(testbed.options().cores)];
+    let mut used_queues = vec![false; usize::from(testbed.options().cores)];
     for port in first_port..first_port + 32 {
-        curl(testbed, nginx::WORKER_PATH, &["--local-port", &port.to_string()])?;
-        let tuple = FourTuple::ipv4((testbed.client_ipv4_address(0), port), (VIP, SERVICE_ADDRESS.port()));
-        let hash = rss.key.toeplitz(&tuple.bytes());
-        let predicted = rss.indirection_table.queue(hash);
-        assert_eq!(queues.queue_and_hash(&tuple)?, Some((predicted, hash)), "source port {port}");
-        used[usize::from(predicted)] = true;
+        fetch_with_curl(testbed, nginx::WORKER_IDENTITY_PATH, &["--local-port", &port.to_string()])?;
+        let four_tuple = FourTuple::ipv4((testbed.client_ipv4_address(0), port), (FIRST_VIP, SERVICE_ADDRESS.port()));
+        let toeplitz_hash = rss.key.toeplitz_hash(&four_tuple.bytes());
+        let predicted_queue = rss.indirection_table.queue_of_hash(toeplitz_hash);
+        assert_eq!(queues.queue_and_hash(&four_tuple)?, Some((predicted_queue, toeplitz_hash)), "source port {port}");
+        used_queues[usize::from(predicted_queue)] = true;
     }
-    assert!(used.iter().all(|used| *used), "32 flows did not use all queues: {used:?}");
+    assert!(used_queues.iter().all(|used| *used), "32 flows did not use all queues: {used_queues:?}");
     Ok(())
 }
 
@@ -84,105 +85,111 @@ fn emulated_rss_delivers_32_of_32_flows_on_the_predicted_queue() -> anyhow::Resu
     let testbed = Testbed::create(options("trss", 1))?;
     let _nginx = testbed.start_nginx(1)?;
     testbed.route_vip_to_server_1(testbed.client())?;
-    let queues = ReceiveQueueRecorder::start(testbed.server(1)?, DEVICE)?;
-    let registers = testbed.emulated_rss_path(1);
+    let queue_recorder = ReceiveQueueRecorder::start(testbed.server(1)?, HOST_DEVICE)?;
+    let registers_path = testbed.emulated_rss_path(1);
 
-    let fresh = read_registers(&registers)?;
-    assert_eq!(fresh.indirection_table.queues()[..6], [0, 1, 2, 3, 0, 1]);
-    assert_queues_as_predicted(&testbed, &queues, &fresh, 20_000)?;
+    let initial_rss = read_registers(&registers_path)?;
+    assert_eq!(initial_rss.indirection_table.queues()[..6], [0, 1, 2, 3, 0, 1]);
+    assert_queues_match_prediction(&testbed, &queue_recorder, &initial_rss, 20_000)?;
 
-    let set = RssConfig { key: RssKey::microsoft(), indirection_table: IndirectionTable::balanced(7, 256, 4)? };
-    write_registers(&registers, &set)?;
-    assert_eq!(read_registers(&registers)?, set);
-    assert_queues_as_predicted(&testbed, &queues, &set, 21_000)
+    let changed_rss = RssConfig { key: RssKey::microsoft(), indirection_table: IndirectionTable::balanced(7, 256, 4)? };
+    write_registers(&registers_path, &changed_rss)?;
+    assert_eq!(read_registers(&registers_path)?, changed_rss);
+    assert_queues_match_prediction(&testbed, &queue_recorder, &changed_rss, 21_000)
 }
 
 #[test]
 fn new_nics_have_different_rss_keys() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create(options("tkeys", 2))?;
-    let key = |number| -> anyhow::Result<_> { Ok(read_registers(&testbed.emulated_rss_path(number))?.key) };
-    assert_ne!(key(1)?, key(2)?);
+    let rss_key = |number| -> anyhow::Result<_> { Ok(read_registers(&testbed.emulated_rss_path(number))?.key) };
+    assert_ne!(rss_key(1)?, rss_key(2)?);
     Ok(())
 }
 
 /// Lets the load balancers' kernels route packets for the VIP to server 1, without coreward.
-fn route_at_load_balancers(testbed: &Testbed) -> anyhow::Result<()> {
+fn route_by_load_balancer_kernels(testbed: &Testbed) -> anyhow::Result<()> {
     for number in testbed.load_balancer_numbers() {
-        let load_balancer = testbed.load_balancer(number)?;
-        load_balancer.set_sysctls(&[
+        let lb_host = testbed.load_balancer(number)?;
+        lb_host.set_sysctls(&[
             ("ipv4/ip_forward", "1"),
             ("ipv4/conf/all/send_redirects", "0"),
-            (&format!("ipv4/conf/{DEVICE}/send_redirects"), "0"),
+            (&format!("ipv4/conf/{HOST_DEVICE}/send_redirects"), "0"),
         ])?;
-        testbed.route_vip_to_server_1(load_balancer)?;
+        testbed.route_vip_to_server_1(lb_host)?;
     }
     Ok(())
 }
 
 /// Returns the number of packets that the kernel of each load balancer has routed.
-fn routed_packets(testbed: &Testbed) -> anyhow::Result<Vec<u64>> {
-    let numbers = testbed.load_balancer_numbers();
+fn routed_packet_counts(testbed: &Testbed) -> anyhow::Result<Vec<u64>> {
+    let lb_numbers = testbed.load_balancer_numbers();
     let of = |number| anyhow::Ok(counters::read(testbed.load_balancer(number)?)?["IpForwDatagrams"]);
-    numbers.into_iter().map(of).collect()
+    lb_numbers.into_iter().map(of).collect()
 }
 
 #[test]
-fn connections_spread_over_announced_load_balancers() -> anyhow::Result<()> {
+fn connections_are_spread_over_the_next_hops() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let mut testbed = Testbed::create(TestbedOptions { load_balancers: 2, ..options("tecmp", 1) })?;
     let _nginx = testbed.start_nginx(1)?;
-    route_at_load_balancers(&testbed)?;
-    let ask_often = |testbed: &Testbed| (0..32).try_for_each(|_| curl(testbed, nginx::WORKER_PATH, &[]).map(drop));
-    ask_often(&testbed)?;
-    let both = routed_packets(&testbed)?;
+    route_by_load_balancer_kernels(&testbed)?;
+    let send_many_requests = |testbed: &Testbed| {
+        (0..32).try_for_each(|_| fetch_with_curl(testbed, nginx::WORKER_IDENTITY_PATH, &[]).map(drop))
+    };
+    send_many_requests(&testbed)?;
+    let packets_with_both = routed_packet_counts(&testbed)?;
     // With 32 connections one load balancer gets none once in 2^31 runs.
-    assert!(both.iter().all(|packets| *packets > 0), "{both:?}");
+    assert!(packets_with_both.iter().all(|packets| *packets > 0), "{packets_with_both:?}");
 
     testbed.route_vips_to_load_balancers(&[2])?;
-    ask_often(&testbed)?;
-    let second = routed_packets(&testbed)?;
-    assert!(second[0] == both[0] && second[1] > both[1], "{both:?}, then {second:?}");
+    send_many_requests(&testbed)?;
+    let packets_with_second = routed_packet_counts(&testbed)?;
+    assert!(
+        packets_with_second[0] == packets_with_both[0] && packets_with_second[1] > packets_with_both[1],
+        "{packets_with_both:?}, then {packets_with_second:?}"
+    );
 
     assert_eq!(testbed.add_load_balancer()?, 3);
     testbed.remove_load_balancer(2)?;
     assert_eq!(testbed.load_balancer_numbers(), [1, 3]);
     // The client is not notified: packets to a load balancer without power are lost, not refused.
-    let lost = curl(&testbed, nginx::WORKER_PATH, &["--connect-timeout", "1"]).unwrap_err().to_string();
-    assert!(lost.contains("exit status: 28"), "{lost}");
+    let timeout_error =
+        fetch_with_curl(&testbed, nginx::WORKER_IDENTITY_PATH, &["--connect-timeout", "1"]).unwrap_err().to_string();
+    assert!(timeout_error.contains("exit status: 28"), "{timeout_error}");
     testbed.route_vips_to_load_balancers(&[1])?;
-    ask_often(&testbed)?;
-    let none = testbed.route_vips_to_load_balancers(&[]).unwrap_err().to_string();
-    assert!(none.contains("at least one"), "{none}");
+    send_many_requests(&testbed)?;
+    let empty_route_error = testbed.route_vips_to_load_balancers(&[]).unwrap_err().to_string();
+    assert!(empty_route_error.contains("at least one"), "{empty_route_error}");
     Ok(())
 }
 
 #[test]
-fn router_with_a_small_mtu_sends_icmp_to_the_server() -> anyhow::Result<()> {
+fn router_with_a_small_mtu_sends_icmp_errors_to_the_server() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create(TestbedOptions { router_mtu: Some(1000), ..options("tmtu", 1) })?;
     let _nginx = testbed.start_nginx(1)?;
-    route_at_load_balancers(&testbed)?;
-    assert_eq!(curl(&testbed, nginx::LARGE_FILE, &[])?.len(), nginx::LARGE_FILE_BYTES);
-    let reported = counters::read(testbed.server(1)?)?["IcmpInDestUnreachs"];
-    assert!(reported > 0, "no ICMP error reached the server");
+    route_by_load_balancer_kernels(&testbed)?;
+    assert_eq!(fetch_with_curl(&testbed, nginx::LARGE_FILE_PATH, &[])?.len(), nginx::LARGE_FILE_BYTES);
+    let unreachables_before = counters::read(testbed.server(1)?)?["IcmpInDestUnreachs"];
+    assert!(unreachables_before > 0, "no ICMP error reached the server");
     Ok(())
 }
 
-const OWNER_VARIABLE: &str = "COREWARD_TESTBED_OWNER";
+const OWNER_PROCESS_VARIABLE: &str = "COREWARD_TESTBED_OWNER";
 const KILLED_INSTANCE: &str = "tkilled";
 
 /// Creates a testbed, reports it, and waits to be killed; the next test runs this in a separate process.
 #[test]
 #[ignore = "started by the next test"]
 fn own_testbed_until_killed() -> anyhow::Result<()> {
-    if std::env::var_os(OWNER_VARIABLE).is_none() {
+    if std::env::var_os(OWNER_PROCESS_VARIABLE).is_none() {
         return Ok(());
     }
     let testbed = Testbed::create(options(KILLED_INSTANCE, 1))?;
     let nginx = testbed.start_nginx(1)?;
     // println! is not used, because the test runner would capture it.
-    std::io::Write::write_all(&mut std::io::stdout(), format!("ready {}\n", nginx.workers()[0]).as_bytes())?;
+    std::io::Write::write_all(&mut std::io::stdout(), format!("ready {}\n", nginx.worker_pids()[0]).as_bytes())?;
     std::thread::sleep(Duration::from_secs(60));
     Ok(())
 }
@@ -193,46 +200,49 @@ fn is_running(pid: u32) -> bool {
 }
 
 #[test]
-fn killed_testbed_is_removed_by_the_next() -> anyhow::Result<()> {
+fn killed_testbed_is_removed_by_the_next_one() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     // The test's name is its path without the executable's.
     let (_, module) = module_path!().split_once("::").context("a module")?;
-    let mut owner = Command::new(std::env::current_exe()?)
+    let mut owner_process = Command::new(std::env::current_exe()?)
         .args(["--ignored", "--exact", &format!("{module}::own_testbed_until_killed")])
-        .env(OWNER_VARIABLE, "1")
+        .env(OWNER_PROCESS_VARIABLE, "1")
         .stdout(Stdio::piped())
         .spawn()?;
-    let mut lines = BufReader::new(owner.stdout.take().context("stdout")?).lines();
-    let worker: u32 = loop {
-        let line = lines.next().context("the owner ended early")??;
-        if let Some((_, worker)) = line.split_once("ready ") {
+    let mut owner_lines = BufReader::new(owner_process.stdout.take().context("stdout")?).lines();
+    let worker_pid: u32 = loop {
+        let owner_line = owner_lines.next().context("the owner ended early")??;
+        if let Some((_, worker)) = owner_line.split_once("ready ") {
             break worker.parse()?;
         }
     };
-    let living = Testbed::create(options(KILLED_INSTANCE, 1)).unwrap_err().to_string();
-    assert!(living.ends_with(&format!("{KILLED_INSTANCE} is in use by process {}", owner.id())), "{living}");
+    let name_in_use_error = Testbed::create(options(KILLED_INSTANCE, 1)).unwrap_err().to_string();
+    assert!(
+        name_in_use_error.ends_with(&format!("{KILLED_INSTANCE} is in use by process {}", owner_process.id())),
+        "{name_in_use_error}"
+    );
 
-    owner.kill()?;
-    owner.wait()?;
+    owner_process.kill()?;
+    owner_process.wait()?;
     // nginx's master ends with its owner. The workers do not, and the master could not signal them.
-    assert!(is_running(worker));
+    assert!(is_running(worker_pid));
     drop(Testbed::create(options(KILLED_INSTANCE, 1))?);
-    assert!(!is_running(worker));
+    assert!(!is_running(worker_pid));
     assert_eq!(find_remains(KILLED_INSTANCE), Vec::<PathBuf>::new());
     Ok(())
 }
 
 #[test]
-fn addresses_match_the_documentation() {
+fn host_addresses_are_as_documented() {
     assert_eq!(server_address(3), Ipv4Addr::new(10, 1, 1, 3));
     assert_eq!(SERVICE_ADDRESS, SocketAddrV4::new(Ipv4Addr::new(10, 200, 0, 1), 80));
 }
 
 #[test]
-fn impossible_testbeds_are_rejected() {
-    let refused = |options| Testbed::create(options).unwrap_err().to_string();
-    let error = refused(TestbedOptions { cores: 0, ..TestbedOptions::default() });
+fn testbeds_outside_the_limits_are_rejected() {
+    let create_error = |options| Testbed::create(options).unwrap_err().to_string();
+    let error = create_error(TestbedOptions { cores: 0, ..TestbedOptions::default() });
     assert_eq!(error, "0 cores in a testbed: expected 1 to 64");
-    let error = refused(TestbedOptions { servers: 251, ..TestbedOptions::default() });
+    let error = create_error(TestbedOptions { servers: 251, ..TestbedOptions::default() });
     assert_eq!(error, "251 servers in a testbed: expected 0 to 250");
 }

@@ -3,21 +3,21 @@
 use std::collections::BTreeMap;
 use std::process::Command;
 
-use coreward_testbed::doc_runner::{Host, parse_shell_blocks};
+use coreward_testbed::doc_runner::{DocumentMachine, parse_shell_blocks};
 use coreward_testbed::{Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 
-const UNITS: [(&str, &str); 3] = [
+const UNITS_AND_MACHINES: [(&str, &str); 3] = [
     ("coreward-controller", include_str!("../../../../packaging/systemd/coreward-controller.service")),
     ("coreward-lb", include_str!("../../../../packaging/systemd/coreward-lb.service")),
     ("coreward-agent", include_str!("../../../../packaging/systemd/coreward-agent.service")),
 ];
 
 /// Removes the VIP's addresses and routes, which the documents' commands add, from all hosts.
-fn remove_vip(testbed: &Testbed) {
+fn remove_vip_addresses_and_routes(testbed: &Testbed) {
     let ip = |namespace, arguments: &[&str]| {
         let mut command = Command::new("ip");
         command.args(arguments);
-        testbed.run(namespace, command).unwrap();
+        testbed.run_command(namespace, command).unwrap();
     };
     for number in testbed.server_numbers() {
         ip(testbed.server(number).unwrap(), &["address", "delete", "10.200.0.1/32", "dev", "lo"]);
@@ -28,42 +28,43 @@ fn remove_vip(testbed: &Testbed) {
 }
 
 /// Runs the shell blocks of `document` without changes, each on the machines that it names.
-fn run_blocks(testbed: &Testbed, document: &str) {
-    remove_vip(testbed);
-    let mut hosts = vec![("client".to_owned(), testbed.client()), ("controller".to_owned(), testbed.controller())];
+fn run_shell_blocks(testbed: &Testbed, document: &str) {
+    remove_vip_addresses_and_routes(testbed);
+    let mut hosts_by_name =
+        vec![("client".to_owned(), testbed.client()), ("controller".to_owned(), testbed.controller())];
     for number in testbed.load_balancer_numbers() {
-        hosts.push((format!("lb{number}"), testbed.load_balancer(number).unwrap()));
+        hosts_by_name.push((format!("lb{number}"), testbed.load_balancer(number).unwrap()));
     }
     for number in testbed.server_numbers() {
-        hosts.push((format!("s{number}"), testbed.server(number).unwrap()));
+        hosts_by_name.push((format!("s{number}"), testbed.server(number).unwrap()));
     }
-    for (name, _) in &hosts {
-        let units = testbed.directory().join(format!("machine-{name}/var/lib/units"));
-        std::fs::create_dir_all(&units).unwrap();
-        for (unit, text) in UNITS {
-            std::fs::write(units.join(format!("{unit}.service")), text).unwrap();
+    for (name, _) in &hosts_by_name {
+        let units_directory = testbed.directory().join(format!("machine-{name}/var/lib/units"));
+        std::fs::create_dir_all(&units_directory).unwrap();
+        for (unit, text) in UNITS_AND_MACHINES {
+            std::fs::write(units_directory.join(format!("{unit}.service")), text).unwrap();
         }
     }
-    let machines: BTreeMap<String, Host> = hosts
+    let machines: BTreeMap<String, DocumentMachine> = hosts_by_name
         .into_iter()
-        .map(|(name, namespace)| (name.clone(), Host::start(testbed, &name, namespace).unwrap()))
+        .map(|(name, namespace)| (name.clone(), DocumentMachine::start(testbed, &name, namespace).unwrap()))
         .collect();
-    let blocks = parse_shell_blocks(document).unwrap();
-    assert!(blocks.len() > 10, "{blocks:?}");
-    for (number, block) in blocks.iter().enumerate() {
+    let shell_blocks = parse_shell_blocks(document).unwrap();
+    assert!(shell_blocks.len() > 10, "{shell_blocks:?}");
+    for (number, block) in shell_blocks.iter().enumerate() {
         for name in &block.machines {
-            let log = testbed.directory().join(format!("block-{number}-{name}.log"));
+            let log_path = testbed.directory().join(format!("block-{number}-{name}.log"));
             let machine = machines.get(name.as_str());
             let machine = machine.unwrap_or_else(|| panic!("line {}: there is no machine {name}", block.line));
-            let printed = machine.run(block, &log).unwrap_or_else(|error| panic!("{error:#}"));
-            println!("== line {}, {name}\n{printed}", block.line);
-            assert!(!printed.contains("not every listening socket"), "the agent finds nginx's workers");
+            let block_output = machine.run_block(block, &log_path).unwrap_or_else(|error| panic!("{error:#}"));
+            println!("== line {}, {name}\n{block_output}", block.line);
+            assert!(!block_output.contains("not every listening socket"), "the agent finds nginx's workers");
         }
     }
 }
 
 #[test]
-fn commands_of_the_tutorial_work() {
+fn commands_in_the_tutorial_succeed() {
     skip_if!(missing_testbed_rights());
     let options = TestbedOptions {
         instance: "tutorial".to_owned(),
@@ -72,29 +73,29 @@ fn commands_of_the_tutorial_work() {
         client_addresses: 1,
         ..TestbedOptions::default()
     };
-    run_blocks(&Testbed::create(options).unwrap(), include_str!("../../../../docs/tutorial.md"));
+    run_shell_blocks(&Testbed::create(options).unwrap(), include_str!("../../../../docs/tutorial.md"));
 }
 
 /// Runs the shell blocks of a document about two servers behind a router.
-fn run_routed(instance: &str, document: &str) {
+fn run_blocks_with_routed_servers(instance: &str, document: &str) {
     let options = TestbedOptions {
         instance: instance.to_owned(),
         servers: 2,
         client_addresses: 1,
-        routed_servers: true,
+        has_server_router: true,
         ..TestbedOptions::default()
     };
-    run_blocks(&Testbed::create(options).unwrap(), document);
+    run_shell_blocks(&Testbed::create(options).unwrap(), document);
 }
 
 #[test]
-fn commands_for_routed_servers_work() {
+fn commands_for_routed_servers_succeed() {
     skip_if!(missing_testbed_rights());
-    run_routed("routedtutorial", include_str!("../../../../docs/routed.md"));
+    run_blocks_with_routed_servers("routedtutorial", include_str!("../../../../docs/routed.md"));
 }
 
 #[test]
-fn commands_for_a_dual_stack_network_work() {
+fn commands_for_a_dual_stack_network_succeed() {
     skip_if!(missing_testbed_rights());
-    run_routed("dualtutorial", include_str!("../../../../docs/dual-stack.md"));
+    run_blocks_with_routed_servers("dualtutorial", include_str!("../../../../docs/dual-stack.md"));
 }

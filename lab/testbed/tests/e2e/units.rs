@@ -12,16 +12,16 @@ use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-const LIMIT: Duration = Duration::from_secs(60);
+const LOG_TIMEOUT: Duration = Duration::from_secs(60);
 /// User id that replaces `User=` of the unit, because the machine may lack the user.
-const USER: &str = "65534";
+const UNPRIVILEGED_USER_ID: &str = "65534";
 
 /// Makes a separate root from the machine's root (an overlay that ends with the mount namespace), and puts binary and
 /// files into it. Only the paths that the unit leaves writable stay writable. Then runs the unit's command there.
 ///
 /// Arguments: directory for the overlay, binary, directory of /etc/coreward's files, state directory or nothing,
 /// further writable path or nothing, limit of open files, user, bounding set, command.
-const SCRIPT: &str = r#"
+const RUN_UNIT_SCRIPT: &str = r#"
 set -e
 work=$1 binary=$2 files=$3 state=$4 writable=$5 open_files=$6 user=$7 bounding_set=$8
 shift 8
@@ -58,100 +58,112 @@ struct SystemdUnit(String);
 
 impl SystemdUnit {
     fn read(name: &str) -> Self {
-        let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../packaging/systemd");
-        Self(fs::read_to_string(folder.join(format!("coreward-{name}.service"))).unwrap())
+        let units_directory = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../packaging/systemd");
+        Self(fs::read_to_string(units_directory.join(format!("coreward-{name}.service"))).unwrap())
     }
 
-    fn setting(&self, key: &str) -> Option<&str> {
+    fn setting_value(&self, key: &str) -> Option<&str> {
         self.0.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix('='))
     }
 }
 
 /// Running process of a unit. Dropping this value kills the process, and its namespaces end with it.
-struct StartedProcess {
+struct UnitProcess {
     child: Child,
     directory: tempfile::TempDir,
 }
 
-impl StartedProcess {
+impl UnitProcess {
     /// Starts the command of a unit with `files` in /etc/coreward (name and content of each).
     fn start(unit: &str, files: &[(&str, &str)]) -> Self {
-        let unit = SystemdUnit::read(unit);
-        assert_eq!(unit.setting("ProtectSystem"), Some("strict"));
+        let systemd_unit = SystemdUnit::read(unit);
+        assert_eq!(systemd_unit.setting_value("ProtectSystem"), Some("strict"));
         let directory = tempfile::tempdir().unwrap();
-        let path = |name: &str| directory.path().join(name);
+        let path_in_directory = |name: &str| directory.path().join(name);
         for folder in ["overlay", "files"] {
-            fs::create_dir(path(folder)).unwrap();
+            fs::create_dir(path_in_directory(folder)).unwrap();
         }
         for (name, content) in files {
-            fs::write(path("files").join(name), content).unwrap();
+            fs::write(path_in_directory("files").join(name), content).unwrap();
         }
-        let capabilities = unit.setting("CapabilityBoundingSet").unwrap().split_whitespace();
-        let bounding_set = capabilities.fold("-all".to_owned(), |set, capability| {
+        let unit_capabilities = systemd_unit.setting_value("CapabilityBoundingSet").unwrap().split_whitespace();
+        let bounding_set = unit_capabilities.fold("-all".to_owned(), |set, capability| {
             set + ",+" + &capability.strip_prefix("CAP_").unwrap().to_lowercase()
         });
-        let log = fs::File::create(path("log")).unwrap();
+        let log_file = fs::File::create(path_in_directory("log")).unwrap();
         let mut command = Command::new("unshare");
         // systemd's default: DefaultLimitNOFILE=1024:524288.
-        let open_files = unit.setting("LimitNOFILE").map_or("1024:".to_owned(), |limit| {
+        let open_file_limit = systemd_unit.setting_value("LimitNOFILE").map_or("1024:".to_owned(), |limit| {
             // A lower limit of a container stays.
             let (_, most) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
             limit.parse::<u64>().unwrap().min(most).to_string()
         });
-        command.args(["--mount", "--net", "--pid", "--fork", "--kill-child", "sh", "-c", SCRIPT, "unit"]);
-        command.arg(path("overlay")).arg(coreward_command().unwrap()).arg(path("files"));
-        command.args([unit.setting("StateDirectory").unwrap_or(""), unit.setting("ReadWritePaths").unwrap_or("")]);
-        command.args([open_files.as_str(), unit.setting("User").map_or("0", |_| USER), &bounding_set]);
-        command.args(unit.setting("ExecStart").unwrap().split_whitespace());
-        let child = command.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log).spawn().unwrap();
-        Self { child, directory }
+        command.args(["--mount", "--net", "--pid", "--fork", "--kill-child", "sh", "-c", RUN_UNIT_SCRIPT, "unit"]);
+        command.arg(path_in_directory("overlay")).arg(coreward_command().unwrap()).arg(path_in_directory("files"));
+        command.args([
+            systemd_unit.setting_value("StateDirectory").unwrap_or(""),
+            systemd_unit.setting_value("ReadWritePaths").unwrap_or(""),
+        ]);
+        command.args([
+            open_file_limit.as_str(),
+            systemd_unit.setting_value("User").map_or("0", |_| UNPRIVILEGED_USER_ID),
+            &bounding_set,
+        ]);
+        command.args(systemd_unit.setting_value("ExecStart").unwrap().split_whitespace());
+        let child_process =
+            command.stdin(Stdio::null()).stdout(log_file.try_clone().unwrap()).stderr(log_file).spawn().unwrap();
+        Self { child: child_process, directory }
     }
 
-    fn log(&self) -> String {
+    fn log_text(&self) -> String {
         fs::read_to_string(self.directory.path().join("log")).unwrap()
     }
 
     /// Waits until the log contains `expected`. Fails unless the process then continues to run.
     fn wait_for_log(&mut self, expected: &str) {
-        let end = Instant::now() + LIMIT;
-        while !self.log().contains(expected) {
-            let ended = self.child.try_wait().unwrap();
-            assert!(ended.is_none() && Instant::now() < end, "no {expected:?} ({ended:?}): {}", self.log());
+        let deadline = Instant::now() + LOG_TIMEOUT;
+        while !self.log_text().contains(expected) {
+            let exit_status = self.child.try_wait().unwrap();
+            assert!(
+                exit_status.is_none() && Instant::now() < deadline,
+                "no {expected:?} ({exit_status:?}): {}",
+                self.log_text()
+            );
             std::thread::sleep(Duration::from_millis(20));
         }
         // A forbidden operation fails soon after the start.
         std::thread::sleep(Duration::from_millis(500));
-        let ended = self.child.try_wait().unwrap();
-        assert!(ended.is_none(), "it has ended ({ended:?}): {}", self.log());
+        let exit_status = self.child.try_wait().unwrap();
+        assert!(exit_status.is_none(), "it has ended ({exit_status:?}): {}", self.log_text());
         for complaint in ["Read-only file system", "Permission denied", "Operation not permitted", "stays as it is"] {
-            assert!(!self.log().contains(complaint), "{}", self.log());
+            assert!(!self.log_text().contains(complaint), "{}", self.log_text());
         }
     }
 }
 
 /// Directory of a daemon's pinned BPF objects, removed when this value is dropped, even if the test fails.
-struct Pins(String);
+struct PinDirectory(String);
 
-impl Pins {
+impl PinDirectory {
     fn new(daemon: &str) -> Self {
         Self(format!("/sys/fs/bpf/coreward-test-{}-{daemon}", std::process::id()))
     }
 }
 
-impl Drop for Pins {
+impl Drop for PinDirectory {
     fn drop(&mut self) {
         // Without pins the directory does not exist.
         let _ = fs::remove_dir_all(&self.0);
     }
 }
 
-impl Drop for StartedProcess {
+impl Drop for UnitProcess {
     fn drop(&mut self) {
         // The first process of the namespace is killed first: after its change of user it no longer dies with its
         // parent. Errors mean that it has ended already.
         let id = self.child.id();
-        let children = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap_or_default();
-        for child in children.split_whitespace().filter_map(|child| child.parse().ok()) {
+        let children_pids = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap_or_default();
+        for child in children_pids.split_whitespace().filter_map(|child| child.parse().ok()) {
             let _ = kill(Pid::from_raw(child), Signal::SIGKILL);
         }
         let _ = self.child.kill();
@@ -160,30 +172,31 @@ impl Drop for StartedProcess {
 }
 
 #[test]
-fn every_unit_starts_with_its_capabilities() {
+fn every_unit_starts_with_only_its_own_capabilities() {
     skip_if!(missing_testbed_rights());
-    let [lb_pins, agent_pins] = ["lb", "agent"].map(Pins::new);
-    let controller = "listen = \"10.1.1.1:7400\"\n";
-    let alone = format!("{controller}store = \"/var/lib/coreward/controller.redb\"\n");
-    StartedProcess::start("controller", &[("controller.toml", &alone)])
+    let [lb_pins, agent_pins] = ["lb", "agent"].map(PinDirectory::new);
+    let controller_config = "listen = \"10.1.1.1:7400\"\n";
+    let single_controller_config = format!("{controller_config}store = \"/var/lib/coreward/controller.redb\"\n");
+    UnitProcess::start("controller", &[("controller.toml", &single_controller_config)])
         .wait_for_log("event=\"listening\" address=10.1.1.1:7400");
     // The file of docs/deployment.md has no token_directory; no etcd answers here.
-    let of_several = format!("{controller}\n[etcd]\nendpoints = [\"http://10.1.0.5:2379\"]\n");
-    StartedProcess::start("controller", &[("controller.toml", &of_several)])
+    let etcd_controller_config = format!("{controller_config}\n[etcd]\nendpoints = [\"http://10.1.0.5:2379\"]\n");
+    UnitProcess::start("controller", &[("controller.toml", &etcd_controller_config)])
         .wait_for_log("event=\"listening\" address=10.1.1.1:7400");
-    let rack = "name = \"rack1\"\nlisten = \"10.1.1.1:7500\"\ncontroller = \"10.1.0.1:7400\"\n";
-    StartedProcess::start("rack", &[("rack.toml", rack)]).wait_for_log("event=\"listening\" address=10.1.1.1:7500");
-    let balancer = format!(
+    let rack_controller_config = "name = \"rack1\"\nlisten = \"10.1.1.1:7500\"\ncontroller = \"10.1.0.1:7400\"\n";
+    UnitProcess::start("rack", &[("rack.toml", rack_controller_config)])
+        .wait_for_log("event=\"listening\" address=10.1.1.1:7500");
+    let lb_config = format!(
         "name = \"lb1\"\ncontroller = \"10.1.0.1:7400\"\ninterface = \"eth0\"\npin_directory = \"{}\"\n",
         lb_pins.0
     );
-    StartedProcess::start("lb", &[("lb.toml", &balancer)])
+    UnitProcess::start("lb", &[("lb.toml", &lb_config)])
         .wait_for_log("event=\"program-attached\" load_balancer=\"lb1\" interface=\"eth0\"");
-    let agent = format!(
+    let agent_config = format!(
         "server = \"s1\"\ncontroller = \"10.1.0.1:7400\"\ninterface = \"eth0\"\npin_directory = \"{}\"\n",
         agent_pins.0
     );
-    StartedProcess::start("agent", &[("agent.toml", &agent)])
+    UnitProcess::start("agent", &[("agent.toml", &agent_config)])
         .wait_for_log("the agent has attached its BPF programs event=\"programs-attached\"");
     for pins in [lb_pins, agent_pins] {
         fs::remove_dir_all(&pins.0).unwrap();

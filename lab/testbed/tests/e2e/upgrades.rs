@@ -19,24 +19,24 @@ use crate::support::{TestEnv, assert_unbroken, eventually, eventually_in_force, 
 const SERVER_COUNT: u16 = 3;
 
 fn start_env(instance: &str, load_balancers: u16, consistency: Consistency) -> TestEnv {
-    let testbed = TestbedOptions {
+    let testbed_options = TestbedOptions {
         instance: instance.to_owned(),
         servers: SERVER_COUNT,
         load_balancers,
         ..TestbedOptions::default()
     };
-    TestEnv::start(testbed, FleetOptions { consistency, ..FleetOptions::default() })
+    TestEnv::start(testbed_options, FleetOptions { consistency, ..FleetOptions::default() })
 }
 
-fn agents() -> impl Iterator<Item = String> {
+fn agent_names() -> impl Iterator<Item = String> {
     (1..=SERVER_COUNT).map(|number| format!("agent-s{number}"))
 }
 
 /// Stores another layout version in a daemon's pinned state. `T`: type of the map's value.
 fn set_layout_version<T: FromBytes + IntoBytes>(state: &Path) {
-    let mapped = MmapArray::<T>::new(MapHandle::from_pinned_path(state).unwrap()).unwrap();
+    let mapped_state = MmapArray::<T>::new(MapHandle::from_pinned_path(state).unwrap()).unwrap();
     // The first word of both types is the version (bpf/include/intf.h).
-    mapped.store(0, 99);
+    mapped_state.store(0, 99);
 }
 
 impl TestEnv {
@@ -48,55 +48,55 @@ impl TestEnv {
     }
 
     /// Starts a client with this range of addresses, because a second run cannot bind the ports of the first one.
-    fn streams_from(&self, addresses: Range<u16>) -> StreamClient {
-        let streams = StreamWorkload::endless(150.0);
-        self.testbed.start_stream_client_at(SERVICE_ADDRESS, addresses, &streams, None).unwrap()
+    fn start_streams_from(&self, addresses: Range<u16>) -> StreamClient {
+        let stream_workload = StreamWorkload::endless(150.0);
+        self.testbed.start_stream_client_at_address(SERVICE_ADDRESS, addresses, &stream_workload, None).unwrap()
     }
 
     /// Restarts a daemon whose pins have another layout version, and waits until it has replaced them.
-    fn exchange_with_other_layout(&mut self, daemon: &str) {
-        let pins = self.pin_path(daemon);
+    fn restart_with_other_layout(&mut self, daemon: &str) {
+        let pin_directory = self.pin_path(daemon);
         self.fleet.kill(daemon).unwrap();
-        let problem = || match daemon.starts_with("lb") {
-            true => coreward_dataplane::lb::pinned_problem(&pins),
-            false => coreward_dataplane::server::pinned_problem(&pins).unwrap(),
+        let pinned_problem = || match daemon.starts_with("lb") {
+            true => coreward_dataplane::lb::take_over_problem(&pin_directory),
+            false => coreward_dataplane::server::take_over_problem(&pin_directory).unwrap(),
         };
         match daemon.starts_with("lb") {
-            true => set_layout_version::<intf::lb_state>(&pins.join("lb/state")),
-            false => set_layout_version::<intf::server_state>(&pins.join("server/state")),
+            true => set_layout_version::<intf::lb_state>(&pin_directory.join("lb/state")),
+            false => set_layout_version::<intf::server_state>(&pin_directory.join("server/state")),
         }
-        assert!(problem().is_some());
-        self.fleet.restart(&self.testbed, daemon).unwrap();
-        eventually(Duration::from_secs(60), "the new version is at work", || problem().is_none());
+        assert!(pinned_problem().is_some());
+        self.fleet.restart_daemon(&self.testbed, daemon).unwrap();
+        eventually(Duration::from_secs(60), "the new version is at work", || pinned_problem().is_none());
     }
 }
 
 #[test]
-fn same_layout_is_taken_over() {
+fn pins_of_the_same_layout_are_taken_over() {
     skip_if!(missing_testbed_rights());
     let mut env = start_env("upsame", 1, Consistency::Stateless);
-    let client = env.start_streams(150.0);
+    let stream_client = env.start_streams(150.0);
     pause(1_000);
-    for daemon in ["controller".to_owned(), "lb1".to_owned()].into_iter().chain(agents()) {
-        env.fleet.upgrade(&env.testbed, &daemon).unwrap();
+    for daemon in ["controller".to_owned(), "lb1".to_owned()].into_iter().chain(agent_names()) {
+        env.fleet.upgrade_daemon(&env.testbed, &daemon).unwrap();
         pause(1_000);
     }
-    env.assert_only_resets("broadcast");
-    assert_unbroken(client);
+    env.assert_counts_only_resets("broadcast");
+    assert_unbroken(stream_client);
 }
 
 #[test]
-fn another_layout_is_replaced_when_the_new_one_is_ready() {
+fn pins_of_another_layout_are_replaced_when_new_ones_are_ready() {
     skip_if!(missing_testbed_rights());
     for consistency in [Consistency::Stateless, Consistency::Stateful] {
         let mut env = start_env("uplayout", 1, consistency);
-        let client = env.start_streams(150.0);
+        let stream_client = env.start_streams(150.0);
         pause(1_500);
-        env.exchange_with_other_layout("lb1");
+        env.restart_with_other_layout("lb1");
         pause(500);
-        agents().for_each(|agent| env.exchange_with_other_layout(&agent));
+        agent_names().for_each(|agent| env.restart_with_other_layout(&agent));
         eventually_in_force(&env.fleet, &env.testbed);
-        assert_unbroken(client);
+        assert_unbroken(stream_client);
     }
 }
 
@@ -104,40 +104,42 @@ fn another_layout_is_replaced_when_the_new_one_is_ready() {
 #[test]
 #[ignore = "needs an older version's binary: make test-upgrade"]
 fn real_versions_are_exchanged_up_and_down() {
-    let old = PathBuf::from(std::env::var_os("COREWARD_OLD").expect("COREWARD_OLD: the older version's binary"));
+    let old_binary = PathBuf::from(std::env::var_os("COREWARD_OLD").expect("COREWARD_OLD: the older version's binary"));
     let mut env = start_env("upreal", 2, Consistency::Stateless);
-    let daemons: Vec<String> = ["controller", "lb1", "lb2"].map(str::to_owned).into_iter().chain(agents()).collect();
+    let daemon_names: Vec<String> =
+        ["controller", "lb1", "lb2"].map(str::to_owned).into_iter().chain(agent_names()).collect();
     // All daemons are of the older version, and so are their pins.
-    for daemon in &daemons {
-        restart_without_pins(&mut env, daemon, Some(&old));
+    for daemon in &daemon_names {
+        restart_without_pins(&mut env, daemon, Some(&old_binary));
     }
     env.fleet.wait_until_ready(&env.testbed).unwrap();
     env.testbed.route_vips_to_load_balancers(&[1, 2]).unwrap();
 
     println!("== up, one after the other");
-    let client = env.streams_from(0..2);
-    for daemon in &daemons {
+    let stream_client = env.start_streams_from(0..2);
+    for daemon in &daemon_names {
         pause(1_500);
         env.fleet.replace_binary(&env.testbed, daemon, None).unwrap();
         env.fleet.wait_until_ready(&env.testbed).unwrap();
         println!("{daemon}: of the newer version");
     }
     pause(3_000);
-    assert_unbroken(client);
+    assert_unbroken(stream_client);
 
     println!("== down, one after the other");
-    let client = env.streams_from(2..4);
-    for daemon in &daemons {
+    let stream_client = env.start_streams_from(2..4);
+    for daemon in &daemon_names {
         pause(1_500);
-        let is_taken_over = env.fleet.replace_binary(&env.testbed, daemon, Some(&old));
-        if let (Err(refused), Some(number)) = (is_taken_over, daemon.strip_prefix("lb")) {
+        let replacement_result = env.fleet.replace_binary(&env.testbed, daemon, Some(&old_binary));
+        if let (Err(refused), Some(number)) = (replacement_result, daemon.strip_prefix("lb")) {
             println!("{daemon}: {refused:#}");
             // As in docs/deployment.md, the other load balancers carry the traffic meanwhile.
-            let others: Vec<u16> = [1, 2].into_iter().filter(|other| other.to_string() != number).collect();
-            env.testbed.route_vips_to_load_balancers(&others).unwrap();
+            let other_load_balancers: Vec<u16> =
+                [1, 2].into_iter().filter(|other| other.to_string() != number).collect();
+            env.testbed.route_vips_to_load_balancers(&other_load_balancers).unwrap();
             pause(500);
             std::fs::remove_dir_all(env.pin_path(daemon)).unwrap();
-            env.fleet.restart(&env.testbed, daemon).unwrap();
+            env.fleet.restart_daemon(&env.testbed, daemon).unwrap();
             env.fleet.wait_until_ready(&env.testbed).unwrap();
             env.testbed.route_vips_to_load_balancers(&[1, 2]).unwrap();
         }
@@ -145,23 +147,23 @@ fn real_versions_are_exchanged_up_and_down() {
         println!("{daemon}: of the older version");
     }
     pause(3_000);
-    assert_unbroken(client);
+    assert_unbroken(stream_client);
 }
 
 /// Restarts a daemon without its pinned BPF objects.
 fn restart_without_pins(env: &mut TestEnv, daemon: &str, binary: Option<&Path>) {
-    let pins = env.pin_path(daemon);
+    let pin_directory = env.pin_path(daemon);
     // The binary may reject pins of the other version.
     let _ = env.fleet.replace_binary(&env.testbed, daemon, binary);
     let _ = env.fleet.kill(daemon);
     for part in ["lb", "server", "steer"] {
-        if let Err(error) = std::fs::remove_dir_all(pins.join(part)) {
-            assert_eq!(error.kind(), std::io::ErrorKind::NotFound, "{}: {error}", pins.display());
+        if let Err(error) = std::fs::remove_dir_all(pin_directory.join(part)) {
+            assert_eq!(error.kind(), std::io::ErrorKind::NotFound, "{}: {error}", pin_directory.display());
         }
     }
     if daemon == "controller" {
-        let store = env.testbed.directory().join("controller.redb");
-        std::fs::remove_file(store).unwrap();
+        let store_path = env.testbed.directory().join("controller.redb");
+        std::fs::remove_file(store_path).unwrap();
     }
-    env.fleet.restart(&env.testbed, daemon).unwrap();
+    env.fleet.restart_daemon(&env.testbed, daemon).unwrap();
 }

@@ -1,16 +1,16 @@
 //! Clients and servers in VLANs, at access ports of a bridge: load balancers read, replace, insert and remove tags.
 
-use coreward_model::consistency::{Consistency, Timestamps};
+use coreward_model::consistency::{Consistency, TimestampOrigin};
 use coreward_model::forwarding::Forwarding;
-use coreward_testbed::addresses::{AddressFamily, DEVICE};
+use coreward_testbed::addresses::{AddressFamily, HOST_DEVICE};
 use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::topology::Vlans;
 use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 use serde_json::Value;
 
-use crate::support::{TestEnv, assert_unbroken, eventually, run};
+use crate::support::{TestEnv, assert_unbroken, eventually, run_command_text};
 
-fn start(instance: &str, vlans: (u16, &[u16]), family: AddressFamily, fleet: FleetOptions) -> TestEnv {
+fn start_env(instance: &str, vlans: (u16, &[u16]), family: AddressFamily, fleet: FleetOptions) -> TestEnv {
     let options = TestbedOptions {
         instance: instance.to_owned(),
         servers: 3,
@@ -22,46 +22,46 @@ fn start(instance: &str, vlans: (u16, &[u16]), family: AddressFamily, fleet: Fle
 }
 
 /// Changes the pool and restarts the load balancer's daemon under load. Asserts that no connection breaks.
-fn change_and_restart(env: &mut TestEnv) {
-    let client = env.start_streams(100.0);
+fn assert_changes_break_no_connection(env: &mut TestEnv) {
+    let stream_client = env.start_streams(100.0);
     env.wait_for_connections(150);
     env.set_admin_state(1, Some(AdminState::Draining));
     env.wait_for_connections(100);
     env.fleet.kill("lb1").unwrap();
     env.wait_for_connections(50);
-    env.fleet.restart(&env.testbed, "lb1").unwrap();
+    env.fleet.restart_daemon(&env.testbed, "lb1").unwrap();
     env.fleet.wait_until_ready(&env.testbed).unwrap();
     env.set_admin_state(1, Some(AdminState::Active));
     env.set_admin_state(2, None);
     env.wait_for_connections(100);
-    assert_unbroken(client);
+    assert_unbroken(stream_client);
 }
 
 #[test]
 fn stamped_connections_cross_vlans_and_survive_pool_changes() {
     skip_if!(missing_testbed_rights());
     // Frames to servers 1 and 3 have a replaced tag, frames to server 2 have none.
-    let mut env = start("vlan", (10, &[20, 0]), AddressFamily::Ipv4, FleetOptions::default());
-    change_and_restart(&mut env);
+    let mut env = start_env("vlan", (10, &[20, 0]), AddressFamily::Ipv4, FleetOptions::default());
+    assert_changes_break_no_connection(&mut env);
     assert!(env.sum_counter("established") > 500 && env.sum_counter("flow_table") == 0);
-    let status = env.coreward(&["status"]).unwrap();
-    assert!(status.contains("  VLAN       10\n") && status.contains("  10.1.1.1 VLAN 20  "), "{status}");
-    let question = ["explain", "--vip", "10.200.0.1:80", "--client", "192.0.2.7:40312", "--format", "json"];
-    let explanation = env.coreward(&question).unwrap();
-    let servers = serde_json::from_str::<Value>(&explanation).unwrap()["servers"].clone();
-    let server = servers.as_array().unwrap().iter().find(|server| server["name"] == "s1");
+    let status_text = env.run_coreward(&["status"]).unwrap();
+    assert!(status_text.contains("  VLAN       10\n") && status_text.contains("  10.1.1.1 VLAN 20  "), "{status_text}");
+    let explain_arguments = ["explain", "--vip", "10.200.0.1:80", "--client", "192.0.2.7:40312", "--format", "json"];
+    let explanation = env.run_coreward(&explain_arguments).unwrap();
+    let explained_servers = serde_json::from_str::<Value>(&explanation).unwrap()["servers"].clone();
+    let server = explained_servers.as_array().unwrap().iter().find(|server| server["name"] == "s1");
     assert_eq!(server.unwrap()["vlan"], 20, "{explanation}");
     // A frame cannot reach servers in two VLANs, so nothing is broadcast.
     assert_eq!(env.sum_counter("broadcast"), 0);
-    env.assert_only_resets("drop_not_broadcast");
+    env.assert_counts_only_resets("drop_not_broadcast");
 }
 
 #[test]
-fn untagged_clients_reach_ipv6_servers_in_vlans() {
+fn untagged_clients_reach_ipv6_servers_in_other_vlans() {
     skip_if!(missing_testbed_rights());
-    let fleet = FleetOptions { servers_family: AddressFamily::Ipv6, ..FleetOptions::default() };
-    let mut env = start("vlan6", (0, &[20, 30]), AddressFamily::Ipv6, fleet);
-    change_and_restart(&mut env);
+    let fleet_options = FleetOptions { servers_family: AddressFamily::Ipv6, ..FleetOptions::default() };
+    let mut env = start_env("vlan6", (0, &[20, 30]), AddressFamily::Ipv6, fleet_options);
+    assert_changes_break_no_connection(&mut env);
     assert!(env.sum_counter("established") > 500);
 }
 
@@ -69,18 +69,18 @@ fn untagged_clients_reach_ipv6_servers_in_vlans() {
 #[test]
 fn chained_connections_in_one_vlan_survive_pool_changes() {
     skip_if!(missing_testbed_rights());
-    let (consistency, timestamps) = (Consistency::Beamer, Timestamps::Off);
-    let fleet = FleetOptions { consistency, timestamps, ..FleetOptions::default() };
-    let mut env = start("vlanchain", (10, &[10]), AddressFamily::Ipv4, fleet);
-    change_and_restart(&mut env);
+    let (consistency, timestamps) = (Consistency::Beamer, TimestampOrigin::Off);
+    let fleet_options = FleetOptions { consistency, timestamps, ..FleetOptions::default() };
+    let mut env = start_env("vlanchain", (10, &[10]), AddressFamily::Ipv4, fleet_options);
+    assert_changes_break_no_connection(&mut env);
 }
 
 #[test]
-fn encapsulated_packets_are_tagged() {
+fn encapsulated_packets_have_the_tag_of_the_servers_vlan() {
     skip_if!(missing_testbed_rights());
-    let fleet = FleetOptions { forwarding: Forwarding::Gue, ..FleetOptions::default() };
-    let mut env = start("vlangue", (10, &[20]), AddressFamily::Ipv4, fleet);
-    change_and_restart(&mut env);
+    let fleet_options = FleetOptions { forwarding: Forwarding::Gue, ..FleetOptions::default() };
+    let mut env = start_env("vlangue", (10, &[20]), AddressFamily::Ipv4, fleet_options);
+    assert_changes_break_no_connection(&mut env);
     assert!(env.sum_counter("established") > 500);
     assert_eq!(env.sum_counter("drop_exceeds_mtu"), 0);
 }
@@ -88,13 +88,13 @@ fn encapsulated_packets_are_tagged() {
 #[test]
 fn tags_are_left_in_frames_and_a_missing_device_is_reported() {
     skip_if!(missing_testbed_rights());
-    let env = start("vlanfault", (10, &[20]), AddressFamily::Ipv4, FleetOptions::default());
-    let balancer = env.testbed.load_balancer(1).unwrap();
+    let env = start_env("vlanfault", (10, &[20]), AddressFamily::Ipv4, FleetOptions::default());
+    let lb_host = env.testbed.load_balancer(1).unwrap();
     eventually(*TIMEOUT, "the driver leaves tags in frames", || {
-        run(&env.testbed, balancer, &format!("ethtool -k {DEVICE}")).contains("rx-vlan-offload: off")
+        run_command_text(&env.testbed, lb_host, &format!("ethtool -k {HOST_DEVICE}")).contains("rx-vlan-offload: off")
     });
-    let missing = "has no device for VLAN 10: expected one with an address there";
+    let missing_device_warning = "has no device for VLAN 10: expected one with an address there";
     eventually(*TIMEOUT, "the status names the VLAN", || {
-        env.fleet.status(&env.testbed).unwrap().to_string().contains(missing)
+        env.fleet.status(&env.testbed).unwrap().to_string().contains(missing_device_warning)
     });
 }

@@ -4,24 +4,25 @@
 use std::process::Command;
 use std::time::{Duration, SystemTime};
 
-use coreward_etcd::local::Member;
+use coreward_etcd::local::LocalMember;
 use coreward_testbed::addresses::CONTROLLER_ADDRESS;
 use coreward_testbed::fleet::{Fleet, FleetOptions, operator_command_for};
-use coreward_testbed::nginx::Nginx;
+use coreward_testbed::nginx::NginxServer;
 use coreward_testbed::process::Process;
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use serde_json::Value;
 
 use crate::support::{
     MIN_CONNECTIONS_FOR_EVERY_SERVER, assert_masked_within, count_broken, eventually, open_keepalive_connections,
-    try_open,
+    try_open_connections,
 };
 
 /// Maximum time to detect a fault with the document: interval x fall + timeout, and the daemon's tick. The timeout
 /// allows for a busy machine.
-const DETECTION_TIME: Duration = Duration::from_millis(3 * 200 + 5000 + 100);
+const MAX_DETECTION_TIME: Duration = Duration::from_millis(3 * 200 + 5000 + 100);
 const SERVER_COUNT: u16 = 3;
-const DOCUMENT: &str = "report_interval = \"100ms\"\n[[service]]\nname = \"web0\"\nvip = \"10.200.0.1:80\"\npolicy = \
+const FLEET_DOCUMENT: &str = "report_interval = \"100ms\"\n[[service]]\nname = \"web0\"\nvip = \
+                              \"10.200.0.1:80\"\npolicy = \
                         \"rr\"\n\
                         [service.health]\ncheck = \"tcp\"\ninterval = \"200ms\"\ntimeout = \"5s\"\nrise = 2\nfall = \
                         3\n";
@@ -29,13 +30,13 @@ const DOCUMENT: &str = "report_interval = \"100ms\"\n[[service]]\nname = \"web0\
 /// Fleet with two controllers and one etcd member. The fields are dropped in this order, the testbed last.
 struct TestEnv {
     fleet: Fleet,
-    etcd: Option<Process>,
-    member: Member,
-    nginx: Vec<Option<Nginx>>,
+    etcd_process: Option<Process>,
+    etcd_member: LocalMember,
+    nginx_servers: Vec<Option<NginxServer>>,
     testbed: Testbed,
 }
 
-fn start_etcd(testbed: &Testbed, member: &Member) -> Process {
+fn start_etcd(testbed: &Testbed, member: &LocalMember) -> Process {
     let command = member.command(std::slice::from_ref(member), &testbed.directory());
     testbed.spawn(testbed.controller(), command).expect("etcd cannot be started: `scripts/install run` installs it")
 }
@@ -50,84 +51,88 @@ impl TestEnv {
             ..TestbedOptions::default()
         };
         let testbed = Testbed::create(options).unwrap();
-        let nginx = testbed.server_numbers().into_iter().map(|n| Some(testbed.start_nginx(n).unwrap())).collect();
-        let member = Member::cluster(1, CONTROLLER_ADDRESS.into(), 2379).remove(0);
-        let etcd = Some(start_etcd(&testbed, &member));
-        let mut document = DOCUMENT.to_owned();
+        let nginx_servers =
+            testbed.server_numbers().into_iter().map(|n| Some(testbed.start_nginx(n).unwrap())).collect();
+        let etcd_member = LocalMember::local_cluster(1, CONTROLLER_ADDRESS.into(), 2379).remove(0);
+        let etcd_process = Some(start_etcd(&testbed, &etcd_member));
+        let mut fleet_document = FLEET_DOCUMENT.to_owned();
         for number in 1..=SERVER_COUNT {
-            document += &format!("[[server]]\nname = \"s{number}\"\naddress = \"10.1.1.{number}\"\n");
+            fleet_document += &format!("[[server]]\nname = \"s{number}\"\naddress = \"10.1.1.{number}\"\n");
         }
         let options = FleetOptions {
             steers_connections: false,
             controller_count: 2,
-            etcd_endpoints: vec![member.endpoint()],
+            etcd_endpoints: vec![etcd_member.endpoint()],
             lease_s: 5,
-            applied_document: Some(document),
+            applied_document: Some(fleet_document),
             ..FleetOptions::default()
         };
         let fleet = Fleet::start(&testbed, options).unwrap();
-        let env = Self { fleet, etcd, member, nginx, testbed };
+        let env = Self { fleet, etcd_process, etcd_member, nginx_servers, testbed };
         env.wait_until_served_by(&[1, 2, 3]);
         eventually(*TIMEOUT, "every load balancer has checked every server", || {
-            let members = env.status()["services"][0]["members"].as_array().unwrap().clone();
+            let service_members = env.query_status()["services"][0]["members"].as_array().unwrap().clone();
             let up = |member: &Value| {
-                let checks = member["checks"].as_array().unwrap().clone();
-                checks.len() == 2 && checks.iter().all(|check| check["up"] == true)
+                let member_checks = member["checks"].as_array().unwrap().clone();
+                member_checks.len() == 2 && member_checks.iter().all(|check| check["up"] == true)
             };
-            members.len() == usize::from(SERVER_COUNT) && members.iter().all(up)
+            service_members.len() == usize::from(SERVER_COUNT) && service_members.iter().all(up)
         });
         env
     }
 
     fn kill_etcd(&mut self) {
-        self.etcd.take().expect("it runs").child().kill().unwrap();
+        self.etcd_process.take().expect("it runs").child().kill().unwrap();
     }
 
     fn restart_etcd(&mut self) {
-        self.etcd = Some(start_etcd(&self.testbed, &self.member));
+        self.etcd_process = Some(start_etcd(&self.testbed, &self.etcd_member));
     }
 
-    fn run_command(&self, arguments: &[&str]) -> anyhow::Result<String> {
+    fn run_coreward(&self, arguments: &[&str]) -> anyhow::Result<String> {
         let command = operator_command_for(&self.testbed, 1..=2, arguments)?;
-        Ok(String::from_utf8(self.testbed.run(self.testbed.controller(), command)?.stdout)?)
+        Ok(String::from_utf8(self.testbed.run_command(self.testbed.controller(), command)?.stdout)?)
     }
 
-    fn status(&self) -> Value {
-        let mut status = String::new();
+    fn query_status(&self) -> Value {
+        let mut status_text = String::new();
         eventually(*TIMEOUT, "a leader answers", || {
-            status = self.run_command(&["status", "--format", "json"]).unwrap_or_default();
-            !status.is_empty()
+            status_text = self.run_coreward(&["status", "--format", "json"]).unwrap_or_default();
+            !status_text.is_empty()
         });
-        serde_json::from_str(&status).unwrap()
+        serde_json::from_str(&status_text).unwrap()
     }
 
     /// Returns the number of controllers that lead according to the health query of their API.
     fn count_leaders(&self) -> usize {
-        let ask = |number: u16| {
+        let query_health = |number: u16| {
             let mut curl = Command::new("curl");
-            let api = coreward_testbed::fleet::api_address_of(number);
-            let token = std::fs::read_to_string(self.testbed.directory().join("viewer.token")).unwrap();
-            curl.args(["-s", "-m", "2", "-H", &format!("Authorization: Bearer {}", token.trim())]);
-            curl.arg(format!("http://{api}/v1/health"));
-            let output = self.testbed.run(self.testbed.controller(), curl).unwrap();
+            let api_address = coreward_testbed::fleet::api_address_of(number);
+            let viewer_token = std::fs::read_to_string(self.testbed.directory().join("viewer.token")).unwrap();
+            curl.args(["-s", "-m", "2", "-H", &format!("Authorization: Bearer {}", viewer_token.trim())]);
+            curl.arg(format!("http://{api_address}/v1/health"));
+            let output = self.testbed.run_command(self.testbed.controller(), curl).unwrap();
             serde_json::from_slice::<Value>(&output.stdout).unwrap()
         };
-        (1..=2).map(ask).filter(|health| health["state"] != "following").count()
+        (1..=2).map(query_health).filter(|health| health["state"] != "following").count()
     }
 
     /// Stops a server, and asserts that every load balancer masks it within the detection time of its checks.
-    fn stop_server(&mut self, number: u16) {
-        let died = SystemTime::now();
-        self.nginx[usize::from(number) - 1] = None;
-        assert_masked_within(DETECTION_TIME, &self.testbed, &format!("s{number}"), died);
+    fn stop_and_assert_masked(&mut self, number: u16) {
+        let stop_time = SystemTime::now();
+        self.nginx_servers[usize::from(number) - 1] = None;
+        assert_masked_within(MAX_DETECTION_TIME, &self.testbed, &format!("s{number}"), stop_time);
     }
 
     /// Waits until new connections go to exactly these servers, and none fails.
     fn wait_until_served_by(&self, servers: &[u16]) {
         eventually(*TIMEOUT, &format!("new connections go to {servers:?}, and none fails"), || {
-            let Ok(opened) = try_open(&self.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER) else { return false };
-            let found: std::collections::BTreeSet<u16> = opened.iter().map(|(_, answerer)| answerer.server).collect();
-            found.into_iter().eq(servers.iter().copied())
+            let Ok(opened) = try_open_connections(&self.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER) else {
+                return false;
+            };
+            let answering_servers: std::collections::BTreeSet<u16> =
+                opened.iter().map(|(_, answerer)| answerer.server).collect();
+            answering_servers.into_iter().eq(servers.iter().copied())
         });
     }
 }
@@ -141,19 +146,19 @@ fn connections_continue_without_etcd_and_controllers() {
 
     env.kill_etcd();
     eventually(*TIMEOUT, "no controller leads", || env.count_leaders() == 0);
-    assert!(env.run_command(&["drain", "s1"]).is_err());
-    env.stop_server(2);
+    assert!(env.run_coreward(&["drain", "s1"]).is_err());
+    env.stop_and_assert_masked(2);
     env.wait_until_served_by(&[1, 3]);
     connections.retain(|(_, answerer)| answerer.server != 2);
     assert_eq!(count_broken(&mut connections), 0, "without a leader");
-    env.nginx[1] = Some(env.testbed.start_nginx(2).unwrap());
+    env.nginx_servers[1] = Some(env.testbed.start_nginx(2).unwrap());
     env.wait_until_served_by(&[1, 2, 3]);
 
     env.restart_etcd();
     eventually(*TIMEOUT, "one controller leads", || env.count_leaders() == 1);
-    eventually(*TIMEOUT, "changes are made again", || env.run_command(&["drain", "s1"]).is_ok());
+    eventually(*TIMEOUT, "changes are made again", || env.run_coreward(&["drain", "s1"]).is_ok());
     env.wait_until_served_by(&[2, 3]);
-    eventually(*TIMEOUT, "and undone", || env.run_command(&["undrain", "s1"]).is_ok());
+    eventually(*TIMEOUT, "and undone", || env.run_coreward(&["undrain", "s1"]).is_ok());
     env.wait_until_served_by(&[1, 2, 3]);
     assert_eq!(count_broken(&mut connections), 0, "with etcd back");
 
@@ -162,7 +167,7 @@ fn connections_continue_without_etcd_and_controllers() {
     for controller in ["controller", "controller2"] {
         env.fleet.kill(controller).unwrap();
     }
-    env.stop_server(3);
+    env.stop_and_assert_masked(3);
     env.wait_until_served_by(&[1, 2]);
     connections.retain(|(_, answerer)| answerer.server != 3);
     assert_eq!(count_broken(&mut connections), 0, "without controllers and etcd");

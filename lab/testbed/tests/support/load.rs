@@ -8,7 +8,7 @@ use coreward_testbed::fleet::lab_command;
 use coreward_testbed::{Process, Testbed};
 use serde_json::Value;
 
-pub fn start_load(testbed: &Testbed, options: &str) -> anyhow::Result<Process> {
+pub fn start_load_generator(testbed: &Testbed, options: &str) -> anyhow::Result<Process> {
     let mut command = Command::new(lab_command()?);
     command.args(["load", &SERVICE_ADDRESS.to_string(), "--format", "json"]).args(options.split_whitespace());
     command.stdout(Stdio::piped());
@@ -16,5 +16,5 @@ pub fn start_load(testbed: &Testbed, options: &str) -> anyhow::Result<Process> {
 }
 
 pub fn report(load: Process) -> anyhow::Result<Value> {
-    load.read_json(Duration::from_secs(60))
+    load.wait_for_json(Duration::from_secs(60))
 }

@@ -11,30 +11,30 @@ use std::time::{Duration, Instant, SystemTime};
 use coreward_daemon::drop_capabilities;
 use coreward_metrics::table::Component;
 use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions, LoadSource, operator_command};
-use coreward_testbed::http::{Connection, RespondingWorker};
+use coreward_testbed::http::{HttpConnection, WorkerIdentity};
 use coreward_testbed::stream::client::{StreamClient, StreamReport, StreamWorkload};
-use coreward_testbed::stream::server::StreamServers;
+use coreward_testbed::stream::server::StreamServerProcess;
 use coreward_testbed::{Namespace, TIMEOUT, Testbed, TestbedOptions, counters};
 
-pub type OpenConnections = Vec<(Connection, RespondingWorker)>;
+pub type ConnectionsAndWorkers = Vec<(HttpConnection, WorkerIdentity)>;
 
 /// Opens connections and sends one request on each. Returns each connection with the worker that answered.
-pub fn open_keepalive_connections(testbed: &Testbed, count: usize) -> OpenConnections {
-    try_open(testbed, count).unwrap()
+pub fn open_keepalive_connections(testbed: &Testbed, count: usize) -> ConnectionsAndWorkers {
+    try_open_connections(testbed, count).unwrap()
 }
 
-pub fn try_open(testbed: &Testbed, count: usize) -> anyhow::Result<OpenConnections> {
-    let open = || {
-        let mut connection = Connection::open(None)?;
-        let answerer = connection.query_worker()?;
-        Ok((connection, answerer))
+pub fn try_open_connections(testbed: &Testbed, count: usize) -> anyhow::Result<ConnectionsAndWorkers> {
+    let open_connection = || {
+        let mut connection = HttpConnection::open(None)?;
+        let first_worker = connection.query_worker()?;
+        Ok((connection, first_worker))
     };
-    testbed.client().within(|| (0..count).map(|_| open()).collect())
+    testbed.client().run_within(|| (0..count).map(|_| open_connection()).collect())
 }
 
 /// Returns the number of connections without an answer, or with an answer from another worker than before.
-pub fn count_broken(connections: &mut [(Connection, RespondingWorker)]) -> usize {
-    let is_broken = |(connection, first): &mut (Connection, RespondingWorker)| {
+pub fn count_broken(connections: &mut [(HttpConnection, WorkerIdentity)]) -> usize {
+    let is_broken = |(connection, first): &mut (HttpConnection, WorkerIdentity)| {
         connection.query_worker().map_or(true, |answerer| answerer != *first)
     };
     connections.iter_mut().map(is_broken).filter(|is_broken| *is_broken).count()
@@ -46,7 +46,7 @@ pub fn daemon_log(testbed: &Testbed, daemon: &str, from: usize) -> String {
     text.get(from..).unwrap_or_default().to_owned()
 }
 
-pub fn assert_answered(connections: &mut [(Connection, RespondingWorker)]) {
+pub fn assert_answered(connections: &mut [(HttpConnection, WorkerIdentity)]) {
     for (connection, first) in connections {
         assert_eq!(&connection.query_worker().unwrap(), first);
     }
@@ -56,21 +56,26 @@ pub fn assert_answered(connections: &mut [(Connection, RespondingWorker)]) {
 pub const MIN_CONNECTIONS_FOR_EVERY_SERVER: usize = 40;
 
 /// Opens connections until each of these servers has at least `at_least` of them: some servers are drawn more often.
-pub fn open_at_each(testbed: &Testbed, servers: &[u16], at_least: usize) -> OpenConnections {
-    let mut opened = OpenConnections::new();
-    let has =
-        |opened: &OpenConnections, server| opened.iter().filter(|(_, answerer)| answerer.server == server).count();
-    while servers.iter().any(|server| has(&opened, *server) < at_least) {
-        assert!(opened.len() < 400, "of {} connections one of the servers {servers:?} has too few", opened.len());
-        opened.append(&mut open_keepalive_connections(testbed, 4));
+pub fn open_at_each_server(testbed: &Testbed, servers: &[u16], at_least: usize) -> ConnectionsAndWorkers {
+    let mut open_connections = ConnectionsAndWorkers::new();
+    let has_enough = |opened: &ConnectionsAndWorkers, server| {
+        opened.iter().filter(|(_, answerer)| answerer.server == server).count()
+    };
+    while servers.iter().any(|server| has_enough(&open_connections, *server) < at_least) {
+        assert!(
+            open_connections.len() < 400,
+            "of {} connections one of the servers {servers:?} has too few",
+            open_connections.len()
+        );
+        open_connections.append(&mut open_keepalive_connections(testbed, 4));
     }
-    opened
+    open_connections
 }
 
 /// Testbed with a fleet and stream servers. The fields are dropped in this order, the testbed last.
 pub struct TestEnv {
     pub fleet: Fleet,
-    _servers: StreamServers,
+    _stream_servers: StreamServerProcess,
     pub testbed: Testbed,
 }
 
@@ -78,18 +83,18 @@ impl TestEnv {
     /// Starts a testbed with one core per server, stream servers and a fleet.
     pub fn start(testbed: TestbedOptions, fleet: FleetOptions) -> Self {
         let testbed = Testbed::create(TestbedOptions { cores: 1, ..testbed }).unwrap();
-        let servers = testbed.start_stream_servers().unwrap();
-        let fleet = FleetOptions { load_source: LoadSource::PacedServer, steers_connections: false, ..fleet };
-        let fleet = Fleet::start(&testbed, fleet).unwrap();
-        Self { fleet, _servers: servers, testbed }
+        let stream_servers = testbed.start_stream_servers().unwrap();
+        let fleet_options = FleetOptions { load_source: LoadSource::PacedServer, steers_connections: false, ..fleet };
+        let fleet = Fleet::start(&testbed, fleet_options).unwrap();
+        Self { fleet, _stream_servers: stream_servers, testbed }
     }
 
     /// Fails when load balancers have counted more packets than the client's host has sent resets, which have no
     /// cookie. The host sends a reset when a busy server repeats a segment after the connection's end.
-    pub fn assert_only_resets(&self, counter: &str) {
-        let count = self.sum_counter(counter);
-        let resets = counters::read(self.testbed.client()).unwrap()["TcpOutRsts"];
-        assert!(count <= resets, "{counter}: {count} packets, {resets} resets");
+    pub fn assert_counts_only_resets(&self, counter: &str) {
+        let counted_packets = self.sum_counter(counter);
+        let sent_resets = counters::read(self.testbed.client()).unwrap()["TcpOutRsts"];
+        assert!(counted_packets <= sent_resets, "{counter}: {counted_packets} packets, {sent_resets} resets");
     }
 
     /// Starts a client that opens connections at this rate until [`assert_unbroken`] ends it.
@@ -100,27 +105,27 @@ impl TestEnv {
     /// Sets the state of a server in the controller's file; `None` removes it. Returns when every component has
     /// confirmed the change, because a connection need not survive two changes at once.
     pub fn set_admin_state(&mut self, server: u16, state: Option<AdminState>) {
-        let generation = |env: &Self| env.fleet.status(&env.testbed).ok()?["configuration_generation"].as_u64();
-        let before = generation(self);
-        let mut pool = self.fleet.pool().clone();
+        let query_generation = |env: &Self| env.fleet.status(&env.testbed).ok()?["configuration_generation"].as_u64();
+        let generation_before = query_generation(self);
+        let mut pool = self.fleet.server_pool().clone();
         match state {
             Some(state) => drop(pool.insert(server, state)),
             None => drop(pool.remove(&server)),
         }
         self.fleet.set_pool(&self.testbed, pool).unwrap();
-        eventually(*TIMEOUT, "the controller takes the change", || generation(self) > before);
+        eventually(*TIMEOUT, "the controller takes the change", || query_generation(self) > generation_before);
         eventually_in_force(&self.fleet, &self.testbed);
     }
 
     /// Waits until the client has opened `count` more connections, according to its kernel's counter.
     pub fn wait_for_connections(&self, count: u64) {
-        let begun = || counters::read(self.testbed.client()).unwrap()["TcpActiveOpens"];
-        let expected = begun() + count;
-        eventually(*TIMEOUT, "the client begins connections", || begun() >= expected);
+        let opened_connections = || counters::read(self.testbed.client()).unwrap()["TcpActiveOpens"];
+        let expected_connections = opened_connections() + count;
+        eventually(*TIMEOUT, "the client begins connections", || opened_connections() >= expected_connections);
     }
 
     /// Returns the value of a load balancer's counter, which is reported once a second; 0 before the first report.
-    pub fn counter(&self, load_balancer: &str, counter: &str) -> u64 {
+    pub fn load_balancer_counter(&self, load_balancer: &str, counter: &str) -> u64 {
         let status = self.fleet.status(&self.testbed).unwrap();
         let balancers = status["load_balancers"].as_array().unwrap();
         let balancer = balancers.iter().find(|balancer| balancer["name"] == load_balancer);
@@ -129,34 +134,34 @@ impl TestEnv {
 
     /// Returns the sum of a counter over all load balancers that exist.
     pub fn sum_counter(&self, counter: &str) -> u64 {
-        let numbers = self.testbed.load_balancer_numbers();
-        numbers.into_iter().map(|number| self.counter(&format!("lb{number}"), counter)).sum()
+        let lb_numbers = self.testbed.load_balancer_numbers();
+        lb_numbers.into_iter().map(|number| self.load_balancer_counter(&format!("lb{number}"), counter)).sum()
     }
 
     /// Runs `coreward ARGUMENTS` against this testbed's controller and returns the output.
-    pub fn coreward(&self, arguments: &[&str]) -> anyhow::Result<String> {
+    pub fn run_coreward(&self, arguments: &[&str]) -> anyhow::Result<String> {
         let command = operator_command(&self.testbed, arguments)?;
-        Ok(String::from_utf8(self.testbed.run(self.testbed.controller(), command)?.stdout)?)
+        Ok(String::from_utf8(self.testbed.run_command(self.testbed.controller(), command)?.stdout)?)
     }
 }
 
 /// Runs a command, given as one text, in a namespace, and returns its output.
-pub fn run(testbed: &Testbed, namespace: &Namespace, command: &str) -> String {
-    let words: Vec<&str> = command.split_whitespace().collect();
-    let mut program = Command::new(words[0]);
-    program.args(&words[1..]);
-    String::from_utf8(testbed.run(namespace, program).unwrap().stdout).unwrap()
+pub fn run_command_text(testbed: &Testbed, namespace: &Namespace, command: &str) -> String {
+    let command_words: Vec<&str> = command.split_whitespace().collect();
+    let mut program_command = Command::new(command_words[0]);
+    program_command.args(&command_words[1..]);
+    String::from_utf8(testbed.run_command(namespace, program_command).unwrap().stdout).unwrap()
 }
 
 /// Fetches the metrics page that a daemon in this namespace serves at `address`. Fails when it does not answer.
-pub fn metrics_page(testbed: &Testbed, host: &Namespace, address: &str) -> anyhow::Result<String> {
+pub fn fetch_metrics_page(testbed: &Testbed, host: &Namespace, address: &str) -> anyhow::Result<String> {
     let mut curl = Command::new("curl");
     curl.args(["--silent", "--fail", "--max-time", "10", &format!("http://{address}/metrics")]);
-    Ok(String::from_utf8(testbed.run(host, curl)?.stdout)?)
+    Ok(String::from_utf8(testbed.run_command(host, curl)?.stdout)?)
 }
 
 /// Returns the value of a series on a metrics page. `name`: name of the series with its labels.
-pub fn series(page: &str, name: &str) -> Option<f64> {
+pub fn series_value(page: &str, name: &str) -> Option<f64> {
     page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok())
 }
 
@@ -168,11 +173,11 @@ pub fn eventually_in_force(fleet: &Fleet, testbed: &Testbed) {
         else {
             return false;
         };
-        let expected = status["configuration_generation"].as_u64();
-        let of_agents = servers.iter().filter(|_| fleet.options().runs_agents);
-        let of_servers = of_agents.map(|server| &server["configuration_generation"]);
-        let of_balancers = balancers.iter().map(|balancer| &balancer["state"]["configuration_generation"]);
-        of_servers.chain(of_balancers).all(|generation| generation.as_u64() >= expected)
+        let expected_generation = status["configuration_generation"].as_u64();
+        let servers_with_agents = servers.iter().filter(|_| fleet.options().runs_agents);
+        let server_generations = servers_with_agents.map(|server| &server["configuration_generation"]);
+        let balancer_generations = balancers.iter().map(|balancer| &balancer["state"]["configuration_generation"]);
+        server_generations.chain(balancer_generations).all(|generation| generation.as_u64() >= expected_generation)
     });
 }
 
@@ -183,21 +188,22 @@ pub fn duration_until_logged(
     words: &str,
     since: SystemTime,
 ) -> Option<Duration> {
-    let log = testbed.directory().join(format!("lb{load_balancer}.log"));
-    let log = std::fs::read_to_string(log).unwrap();
-    let lines = log.lines().filter(|line| line.contains(words));
-    let times = lines.map(|line| humantime::parse_rfc3339(line.split_whitespace().next().unwrap()).unwrap());
-    times.filter_map(|time| time.duration_since(since).ok()).min()
+    let log_path = testbed.directory().join(format!("lb{load_balancer}.log"));
+    let log_text = std::fs::read_to_string(log_path).unwrap();
+    let matching_lines = log_text.lines().filter(|line| line.contains(words));
+    let line_times =
+        matching_lines.map(|line| humantime::parse_rfc3339(line.split_whitespace().next().unwrap()).unwrap());
+    line_times.filter_map(|time| time.duration_since(since).ok()).min()
 }
 
 /// Asserts that every load balancer masks the server `name` of service `web0` within `limit` after its end at `died`.
 pub fn assert_masked_within(limit: Duration, testbed: &Testbed, name: &str, died: SystemTime) {
-    let words = format!("event=\"server-masked\" server=\"{name}\" service=\"web0\"");
+    let log_words = format!("event=\"server-masked\" server=\"{name}\" service=\"web0\"");
     for balancer in testbed.load_balancer_numbers() {
-        let masked = || duration_until_logged(testbed, balancer, &words, died);
-        eventually(*TIMEOUT, &words, || masked().is_some());
-        println!("lb{balancer}: masked after {:?}, expected within {limit:?}", masked().unwrap());
-        assert!(masked().unwrap() <= limit, "lb{balancer}");
+        let masking_delay = || duration_until_logged(testbed, balancer, &log_words, died);
+        eventually(*TIMEOUT, &log_words, || masking_delay().is_some());
+        println!("lb{balancer}: masked after {:?}, expected within {limit:?}", masking_delay().unwrap());
+        assert!(masking_delay().unwrap() <= limit, "lb{balancer}");
     }
 }
 
@@ -206,9 +212,9 @@ pub fn pause(milliseconds: u64) {
 }
 
 pub fn eventually(limit: Duration, what: &str, mut holds: impl FnMut() -> bool) {
-    let end = Instant::now() + limit;
+    let deadline = Instant::now() + limit;
     while !holds() {
-        assert!(Instant::now() < end, "{what}: not within {limit:?}");
+        assert!(Instant::now() < deadline, "{what}: not within {limit:?}");
         pause(50);
     }
 }
@@ -218,25 +224,25 @@ pub fn eventually(limit: Duration, what: &str, mut holds: impl FnMut() -> bool) 
 pub fn assert_unbroken(client: StreamClient) -> StreamReport {
     pause(2_000);
     let report = client.end(*TIMEOUT).unwrap();
-    let total = report.total();
-    println!("{total:?}, open at the end: {}", report.open_at_end);
-    assert_eq!(total.broken.total(), 0, "{:?}", report.seconds);
+    let sums = report.sum_of_seconds();
+    println!("{sums:?}, open at the end: {}", report.open_at_end);
+    assert_eq!(sums.broken.total_count(), 0, "{:?}", report.seconds);
     // Half of the requests last less than half a second, a quarter more than 20 s. In a long run most new requests are
     // short.
-    let long = total.opened.min(3_000) / 20;
-    assert!(total.completed > total.opened / 3 && report.open_at_end > long, "{total:?}");
+    let min_open_at_end = sums.opened.min(3_000) / 20;
+    assert!(sums.completed > sums.opened / 3 && report.open_at_end > min_open_at_end, "{sums:?}");
     report
 }
 
 /// Returns the value of a field in /proc/PID/status of a process.
-pub fn process_status(pid: u32, field: &str) -> String {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
-    status.lines().find_map(|line| line.strip_prefix(field)).unwrap().trim().to_owned()
+pub fn process_status_field(pid: u32, field: &str) -> String {
+    let status_text = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    status_text.lines().find_map(|line| line.strip_prefix(field)).unwrap().trim().to_owned()
 }
 
 /// Returns the effective capabilities of a process, as a bit mask.
 pub fn effective_capabilities(pid: u32) -> u64 {
-    u64::from_str_radix(&process_status(pid, "CapEff:"), 16).unwrap()
+    u64::from_str_radix(&process_status_field(pid, "CapEff:"), 16).unwrap()
 }
 
 /// Returns the capabilities that a daemon retains, as a bit mask.

@@ -11,18 +11,18 @@ use coreward_agent::config::{Config, Load, Rss, Steer};
 use coreward_agent::report_state::ReportState;
 use coreward_model::ServerId;
 use coreward_model::consistency::ServiceMode;
-use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
+use coreward_model::cookie::{CookieKey, FleetCookieKeys, KeyIndex};
 use coreward_model::rss::RssKey;
 use coreward_model::tuple::{Protocol, ServiceAddress};
-use coreward_testbed::addresses::{DEVICE, SERVICE_ADDRESS, server_address};
+use coreward_testbed::addresses::{HOST_DEVICE, SERVICE_ADDRESS, server_address};
 use coreward_testbed::topology::{Testbed, TestbedOptions};
-use coreward_wire::{AgentConfiguration, StampedService};
+use coreward_wire::{AgentConfiguration, AgentService};
 use socket2::{Domain, Socket, Type};
 
 pub const CORE_COUNT: u16 = 4;
-const TIMEOUT: Duration = Duration::from_secs(120);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(120);
 
-pub fn testbed(instance: &str) -> anyhow::Result<Testbed> {
+pub fn create_testbed(instance: &str) -> anyhow::Result<Testbed> {
     let testbed = Testbed::create(TestbedOptions {
         instance: instance.to_owned(),
         servers: 1,
@@ -30,35 +30,35 @@ pub fn testbed(instance: &str) -> anyhow::Result<Testbed> {
         ..TestbedOptions::default()
     })?;
     // There is no load balancer at work.
-    let mut route = Command::new("ip");
-    route.args([
+    let mut route_command = Command::new("ip");
+    route_command.args([
         "route",
         "replace",
         &SERVICE_ADDRESS.ip().to_string(),
         "via",
         &server_address(1).to_string(),
         "dev",
-        DEVICE,
+        HOST_DEVICE,
     ]);
-    testbed.run(testbed.client(), route)?;
-    std::fs::write(busy_file(&testbed), [0; CORE_COUNT as usize * 8])?;
+    testbed.run_command(testbed.client(), route_command)?;
+    std::fs::write(busy_time_file(&testbed), [0; CORE_COUNT as usize * 8])?;
     Ok(testbed)
 }
 
-pub fn busy_file(testbed: &Testbed) -> std::path::PathBuf {
+pub fn busy_time_file(testbed: &Testbed) -> std::path::PathBuf {
     testbed.directory().join("busy")
 }
 
-pub fn config(testbed: &Testbed) -> Config {
+pub fn agent_config(testbed: &Testbed) -> Config {
     Config {
         server: "s1".to_owned(),
         controllers: SocketAddr::from(([127, 0, 0, 1], 7400)).into(),
-        interface: DEVICE.to_owned(),
+        interface: HOST_DEVICE.to_owned(),
         pin_directory: testbed.pin_directory().join("agent"),
         manage_rss: true,
         manage_timestamps: true,
         steer: Steer::Order,
-        load: Load::Published { path: busy_file(testbed) },
+        load: Load::Published { path: busy_time_file(testbed) },
         rss: Rss::Testbed { path: testbed.emulated_rss_path(1), entries: 128 },
         metrics: None,
         tls: None,
@@ -74,13 +74,16 @@ pub fn server_id() -> ServerId {
 pub fn configuration() -> AgentConfiguration {
     AgentConfiguration {
         generation: 1,
-        services: vec![StampedService {
+        services: vec![AgentService {
             name: "web".to_owned(),
             address: ServiceAddress { socket: SERVICE_ADDRESS.into(), protocol: Protocol::Tcp },
             server_id: server_id(),
             mode: ServiceMode::default(),
         }],
-        keys: FleetKeys { keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }], current: KeyIndex::First },
+        keys: FleetCookieKeys {
+            keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }],
+            current: KeyIndex::First,
+        },
         report_interval: Duration::from_millis(50),
         fleet_rss_key: RssKey::microsoft(),
         server_id: server_id(),
@@ -91,33 +94,34 @@ pub fn configuration() -> AgentConfiguration {
 }
 
 /// Returns the value of a counter in the agent's next report.
-pub fn counter(agent: &mut Agent, name: &str) -> u64 {
+pub fn reported_counter(agent: &mut Agent, name: &str) -> u64 {
     agent.report(&ReportState::default(), &[]).expect("the core load file is there").counters[name]
 }
 
 /// Sends an HTTP request from a source port of the client. Returns the body of the response.
-pub fn get(testbed: &Testbed, path: &str, source_port: u16) -> anyhow::Result<String> {
-    testbed.client().within(|| {
+pub fn http_get(testbed: &Testbed, path: &str, source_port: u16) -> anyhow::Result<String> {
+    testbed.client().run_within(|| {
         let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
         socket.set_reuse_address(true)?;
         socket.set_linger(Some(Duration::ZERO))?;
         socket.bind(&SocketAddr::from((testbed.client_address(0), source_port)).into())?;
-        socket.connect_timeout(&SocketAddr::from(SERVICE_ADDRESS).into(), TIMEOUT)?;
-        let mut stream = TcpStream::from(socket);
-        stream.set_read_timeout(Some(TIMEOUT))?;
-        write!(stream, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")?;
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer)?;
-        let (_, body) = answer.split_once("\r\n\r\n").with_context(|| format!("no answer but {answer:?}"))?;
+        socket.connect_timeout(&SocketAddr::from(SERVICE_ADDRESS).into(), WAIT_TIMEOUT)?;
+        let mut client_stream = TcpStream::from(socket);
+        client_stream.set_read_timeout(Some(WAIT_TIMEOUT))?;
+        write!(client_stream, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")?;
+        let mut response_text = String::new();
+        client_stream.read_to_string(&mut response_text)?;
+        let (_, body) =
+            response_text.split_once("\r\n\r\n").with_context(|| format!("no answer but {response_text:?}"))?;
         Ok(body.to_owned())
     })
 }
 
 /// Waits until `done` returns true, and fails with `what` after a timeout.
 pub fn wait_until(what: &str, mut done: impl FnMut() -> anyhow::Result<bool>) -> anyhow::Result<()> {
-    let end = Instant::now() + TIMEOUT;
+    let deadline = Instant::now() + WAIT_TIMEOUT;
     while !done()? {
-        anyhow::ensure!(Instant::now() < end, "{what}: not within {TIMEOUT:?}");
+        anyhow::ensure!(Instant::now() < deadline, "{what}: not within {WAIT_TIMEOUT:?}");
         std::thread::sleep(Duration::from_millis(20));
     }
     Ok(())

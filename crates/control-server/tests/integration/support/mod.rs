@@ -20,7 +20,7 @@ pub const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Lock for tests that send SIGHUP, which reaches all controllers of a process. Also held by tests that restart a
 /// controller (a reload still holds its store) or count generations.
-pub static SIGHUP_REACHES_ALL: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
+pub static SIGHUP_LOCK: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
 
 pub async fn with_timeout<T>(what: &str, future: impl Future<Output = T>) -> T {
     tokio::time::timeout(TIMEOUT, future).await.unwrap_or_else(|_| panic!("waited too long for {what}"))
@@ -46,16 +46,16 @@ pub struct TestDirectory {
 
 impl TestDirectory {
     pub fn new(servers: &[&str], more: &str) -> Self {
-        let home = Self { directory: tempfile::tempdir().unwrap() };
-        home.write_controllers_file("fleet = \"fleet.toml\"\n");
-        home.write(servers, more);
-        home
+        let test_directory = Self { directory: tempfile::tempdir().unwrap() };
+        test_directory.write_controllers_file("fleet = \"fleet.toml\"\n");
+        test_directory.write(servers, more);
+        test_directory
     }
 
     pub fn write_controllers_file(&self, more: &str) {
-        let store = self.directory.path().join("controller.redb");
-        let text = format!("listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\nstore = {store:?}\n{more}");
-        std::fs::write(self.config(), text).unwrap();
+        let store_path = self.directory.path().join("controller.redb");
+        let config_text = format!("listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\nstore = {store_path:?}\n{more}");
+        std::fs::write(self.config(), config_text).unwrap();
     }
 
     pub fn config(&self) -> PathBuf {
@@ -64,11 +64,11 @@ impl TestDirectory {
 
     pub fn write(&self, servers: &[&str], more: &str) {
         // Tables come whether anybody reports or not.
-        let mut text = "report_interval = \"10ms\"\ntable_updates = \"interval\"\n".to_owned();
+        let mut fleet_text = "report_interval = \"10ms\"\ntable_updates = \"interval\"\n".to_owned();
         for server in servers {
-            text += &format!("[[server]]\nname = \"{server}\"\naddress = \"10.2.0.{}\"\n", &server[1..]);
+            fleet_text += &format!("[[server]]\nname = \"{server}\"\naddress = \"10.2.0.{}\"\n", &server[1..]);
         }
-        std::fs::write(self.directory.path().join("fleet.toml"), format!("{text}{more}")).unwrap();
+        std::fs::write(self.directory.path().join("fleet.toml"), format!("{fleet_text}{more}")).unwrap();
     }
 
     pub async fn start(&self) -> RunningController {

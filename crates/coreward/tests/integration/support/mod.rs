@@ -2,23 +2,23 @@
 
 use std::process::{Child, Command};
 
-pub fn coreward() -> Command {
+pub fn coreward_command() -> Command {
     Command::new(env!("CARGO_BIN_EXE_coreward"))
 }
 
 /// Process of `coreward`, which is killed at the end of the test, even after a panic.
-pub struct Daemon(pub Child);
+pub struct CorewardProcess(pub Child);
 
-impl Drop for Daemon {
+impl Drop for CorewardProcess {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-impl Daemon {
-    pub fn signal(&self, name: &str) {
-        let kill = Command::new("kill").args(["-s", name, &self.0.id().to_string()]).status().unwrap();
-        assert!(kill.success(), "it has ended");
+impl CorewardProcess {
+    pub fn send_signal(&self, name: &str) {
+        let kill_status = Command::new("kill").args(["-s", name, &self.0.id().to_string()]).status().unwrap();
+        assert!(kill_status.success(), "it has ended");
     }
 }

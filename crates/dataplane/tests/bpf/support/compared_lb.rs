@@ -8,86 +8,91 @@ use std::ops::Deref;
 use std::time::Duration;
 
 use coreward_dataplane::lb::{
-    self, BroadcastRates, LbStampingClock, LoadBalancer, Options, OuterSources, PacketRate, Server, ServiceIndex,
+    self, BroadcastRates, LbStampingClock, LoadBalancer, Options, OuterSourceAddresses, PacketRate, Server,
+    ServiceIndex,
 };
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
 use coreward_model::connection_table::{
-    ClockTicks, Connection, ExpiryReason, OwnerNumber, Timeouts, entries_per_source,
+    ClockTicks, Connection, ConnectionTimeouts, ExpiryReason, TableOwnerNumber, max_entries_per_source_prefix,
 };
 use coreward_model::consistency::ServiceMode;
-use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
+use coreward_model::cookie::{CookieKey, FleetCookieKeys, KeyIndex};
 use coreward_model::lb as model;
 use coreward_model::placement::PlacementTable;
 use coreward_model::vlan::Vlan;
 use coreward_model::{ServerId, ServiceAddress};
 
-const NANOSECONDS: u64 = 1_000_000_000;
-const NO_KEY: CookieKey = CookieKey { k0: 0, k1: 0 };
+const NANOSECONDS_PER_SECOND: u64 = 1_000_000_000;
+const ZERO_KEY: CookieKey = CookieKey { k0: 0, k1: 0 };
 
 /// Broadcast rate that no test exceeds. The model has another clock, so it would limit different packets.
-const UNLIMITED: PacketRate = PacketRate { per_second: 1, burst: u32::MAX };
+const UNLIMITED_RATE: PacketRate = PacketRate { per_second: 1, burst_packets: u32::MAX };
 
 /// BPF program and model. Reads go to the program, changes to both; a change that the model lacks ends the comparison.
-pub struct ComparedLb {
-    lb: LoadBalancer,
+pub struct ModelCheckedLb {
+    tested_lb: LoadBalancer,
     model: Option<RefCell<model::LoadBalancer>>,
     now_ns: Cell<u64>,
     vip_vlan: Vlan,
 }
 
-impl Deref for ComparedLb {
+impl Deref for ModelCheckedLb {
     type Target = LoadBalancer;
 
     fn deref(&self) -> &LoadBalancer {
-        &self.lb
+        &self.tested_lb
     }
 }
 
-fn model_of(lb: &LoadBalancer, options: &Options, own_mac: MacAddress) -> model::LoadBalancer {
-    let rate = model::Rate { interval_ns: NANOSECONDS, burst_ns: NANOSECONDS * u64::from(UNLIMITED.burst - 1) };
-    let rates = model::BroadcastRates { per_source: rate, per_service: rate, total: rate };
-    let unspecified = OuterSources { ipv4: Ipv4Addr::UNSPECIFIED, ipv6: Ipv6Addr::UNSPECIFIED };
-    let constants = model::LbSettings {
-        broadcast_rates: [rates; model::REASON_COUNT],
-        flow_set_count: options.flow_table_entries.div_ceil(intf::FLOW_SET_ENTRIES),
-        connection_table: lb.connection_table_size(),
-        counts_traffic: false,
-        outer_header: outer(unspecified, 0),
-        vlans: model::Vlans { is_tagging_enabled: lb.uses_vlans(), vip: options.vlan },
+fn model_with_options(lb: &LoadBalancer, options: &Options, own_mac: MacAddress) -> model::LoadBalancer {
+    let unlimited_rate = model::TokenRate {
+        interval_ns: NANOSECONDS_PER_SECOND,
+        burst_ns: NANOSECONDS_PER_SECOND * u64::from(UNLIMITED_RATE.burst_packets - 1),
     };
-    let keys = FleetKeys { keys: [NO_KEY; 2], current: KeyIndex::First };
-    let mut model = model::LoadBalancer::new(constants, own_mac.0, keys);
-    model.set_connection_key(lb.connection_key());
+    let unlimited_rates =
+        model::BroadcastRates { per_source: unlimited_rate, per_service: unlimited_rate, total: unlimited_rate };
+    let unspecified_sources = OuterSourceAddresses { ipv4: Ipv4Addr::UNSPECIFIED, ipv6: Ipv6Addr::UNSPECIFIED };
+    let lb_settings = model::LoadBalancerSettings {
+        broadcast_rates: [unlimited_rates; model::BROADCAST_REASON_COUNT],
+        flow_set_count: options.flow_table_entry_count.div_ceil(intf::FLOW_SET_ENTRIES),
+        connection_table_size: lb.connection_table_size(),
+        counts_traffic: false,
+        outer_header: model_outer_header(unspecified_sources, 0),
+        vlans: model::Vlans { is_tagging_enabled: lb.uses_vlans(), vip: options.vip_vlan },
+    };
+    let zero_keys = FleetCookieKeys { keys: [ZERO_KEY; 2], current: KeyIndex::First };
+    let mut model = model::LoadBalancer::new(lb_settings, own_mac.0, zero_keys);
+    model.set_connection_key(lb.connection_hash_key());
     model
 }
 
-fn outer(sources: OuterSources, mtu: u32) -> model::OuterHeader {
-    model::OuterHeader { address: sources.ipv4, address_ipv6: sources.ipv6, mtu: mtu as usize }
+fn model_outer_header(sources: OuterSourceAddresses, mtu: u32) -> model::OuterHeader {
+    model::OuterHeader { address: sources.ipv4, source_ipv6: sources.ipv6, mtu: mtu as usize }
 }
 
-fn slot(service: ServiceIndex) -> usize {
+fn slot_index(service: ServiceIndex) -> usize {
     service.get().into()
 }
 
-impl ComparedLb {
+impl ModelCheckedLb {
     /// Loads the program and its model, with unlimited broadcasts.
-    pub fn load(options: Options, own_mac: MacAddress) -> Self {
-        let broadcast_limits = [BroadcastRates::uniform(UNLIMITED); intf::LIMITED_KIND_COUNT as usize];
-        let lb_stamping_clock = LbStampingClock::Ticks;
+    pub fn load_with_model(options: Options, own_mac: MacAddress) -> Self {
+        let broadcast_limits = [BroadcastRates::with_equal_rates(UNLIMITED_RATE); intf::LIMITED_KIND_COUNT as usize];
+        let lb_stamping_clock = LbStampingClock::DaemonTicks;
         let options = Options { broadcast_limits, lb_stamping_clock, ..options };
-        let mut compared = Self::load_alone(options.clone(), own_mac);
-        compared.model = Some(RefCell::new(model_of(&compared.lb, &options, own_mac)));
-        compared
+        let mut checked_lb = Self::load_without_model(options.clone(), own_mac);
+        checked_lb.model = Some(RefCell::new(model_with_options(&checked_lb.tested_lb, &options, own_mac)));
+        checked_lb
     }
 
     /// Loads the program without a model, with the broadcast rates of `options`.
-    pub fn load_alone(options: Options, own_mac: MacAddress) -> Self {
-        let vip_vlan = options.vlan;
-        let mut lb = LoadBalancer::load(options).unwrap();
-        lb.set_own_mac(own_mac);
-        Self { lb, model: None, now_ns: Cell::new(1), vip_vlan }
+    pub fn load_without_model(options: Options, own_mac: MacAddress) -> Self {
+        let vip_vlan = options.vip_vlan;
+        let mut tested_lb = LoadBalancer::load(options).unwrap();
+        tested_lb.set_own_mac(own_mac);
+        Self { tested_lb, model: None, now_ns: Cell::new(1), vip_vlan }
     }
 
     fn change_model(&mut self, change: impl FnOnce(&mut model::LoadBalancer)) {
@@ -98,141 +103,154 @@ impl ComparedLb {
 
     /// Runs program and model on `frame`, and asserts that they agree. Returns verdict, packet and the model's outcome.
     pub fn run(&self, frame: &[u8]) -> (i32, Vec<u8>, Option<model::Outcome>) {
-        let test_run::RunOutcome { verdict, packet, .. } = test_run::run(self.lb.program(), frame, 1).unwrap();
+        let test_run::RunOutcome { verdict, packet, .. } = test_run::run(self.tested_lb.program(), frame, 1).unwrap();
         let Some(model) = &self.model else { return (verdict, packet, None) };
         self.now_ns.set(self.now_ns.get() + 1);
-        let mut expected = frame.to_vec();
-        let outcome = model.borrow_mut().receive(&mut expected, self.now_ns.get());
-        let name = intf::LB_COUNTER_NAMES[outcome.counter as usize];
-        assert_eq!(verdict, outcome.verdict().xdp_action(), "the model's verdict, {name}, frame {frame:02x?}");
-        assert_eq!(packet, expected, "the model's packet, {name}, frame {frame:02x?}");
-        (verdict, packet, Some(outcome))
+        let mut model_frame = frame.to_vec();
+        let model_outcome = model.borrow_mut().receive(&mut model_frame, self.now_ns.get());
+        let expected_counter = intf::LB_COUNTER_NAMES[model_outcome.counter as usize];
+        assert_eq!(
+            verdict,
+            model_outcome.verdict().xdp_action(),
+            "the model's verdict, {expected_counter}, frame {frame:02x?}"
+        );
+        assert_eq!(packet, model_frame, "the model's packet, {expected_counter}, frame {frame:02x?}");
+        (verdict, packet, Some(model_outcome))
     }
 
-    pub fn set_keys(&mut self, keys: &FleetKeys) {
-        self.lb.set_keys(keys);
+    pub fn set_keys(&mut self, keys: &FleetCookieKeys) {
+        self.tested_lb.set_keys(keys);
         self.change_model(|model| model.set_keys(*keys));
     }
 
     pub fn set_services(&mut self, services: &[(ServiceAddress, ServiceMode)]) -> anyhow::Result<Vec<ServiceIndex>> {
-        let indexes = self.lb.set_services(services)?;
-        let slots: Vec<usize> = indexes.iter().map(|index| slot(*index)).collect();
-        self.change_model(|model| assert_eq!(model.set_services(services), slots, "the services' slots"));
-        Ok(indexes)
+        let service_indexes = self.tested_lb.set_services(services)?;
+        let slot_indexes: Vec<usize> = service_indexes.iter().map(|index| slot_index(*index)).collect();
+        self.change_model(|model| assert_eq!(model.set_services(services), slot_indexes, "the services' slots"));
+        Ok(service_indexes)
     }
 
     pub fn set_time_key(&mut self, service: ServiceIndex, key: CookieKey) {
-        self.lb.set_time_key(service, key);
-        self.change_model(|model| model.set_time_key(slot(service), key));
+        self.tested_lb.set_time_key(service, key);
+        self.change_model(|model| model.set_time_key(slot_index(service), key));
     }
 
     pub fn set_server(&mut self, service: ServiceIndex, id: ServerId, server: Server) {
-        self.lb.set_server(service, id, server);
-        let server = model::Server { mac: server.mac.map(|mac| mac.0), eligible: server.is_eligible };
-        self.change_model(|model| model.set_server(slot(service), id, Some(server)));
+        self.tested_lb.set_server(service, id, server);
+        let model_server = model::Server { mac: server.mac.map(|mac| mac.0), is_eligible: server.is_eligible };
+        self.change_model(|model| model.set_server(slot_index(service), id, Some(model_server)));
     }
 
     pub fn remove_server(&mut self, service: ServiceIndex, id: ServerId) {
-        self.lb.remove_server(service, id);
-        self.change_model(|model| model.set_server(slot(service), id, None));
+        self.tested_lb.remove_server(service, id);
+        self.change_model(|model| model.set_server(slot_index(service), id, None));
     }
 
     pub fn set_masked(&mut self, service: ServiceIndex, id: ServerId, is_masked: bool) {
-        self.lb.set_masked(service, id, is_masked);
-        self.change_model(|model| model.set_masked(slot(service), id, is_masked));
+        self.tested_lb.set_masked(service, id, is_masked);
+        self.change_model(|model| model.set_server_masked(slot_index(service), id, is_masked));
     }
 
     pub fn install_table(&mut self, service: ServiceIndex, table: &PlacementTable) -> anyhow::Result<()> {
-        self.lb.install_table(service, table)?;
-        self.change_model(|model| model.install_table(slot(service), table.clone()));
+        self.tested_lb.install_table(service, table)?;
+        self.change_model(|model| model.install_table(slot_index(service), table.clone()));
         Ok(())
     }
 
-    pub fn set_outer_header(&mut self, sources: OuterSources, mtu: u32) {
-        self.lb.set_outer_header(sources, mtu);
-        self.change_model(|model| model.set_outer_header(outer(sources, mtu)));
+    pub fn set_outer_header(&mut self, sources: OuterSourceAddresses, mtu: u32) {
+        self.tested_lb.set_outer_header(sources, mtu);
+        self.change_model(|model| model.set_outer_header(model_outer_header(sources, mtu)));
     }
 
     pub fn set_tunnel(&mut self, id: ServerId, tunnel: lb::Tunnel) -> anyhow::Result<()> {
         let lb::Tunnel { address, source_port } = tunnel;
-        self.lb.set_tunnel(id, tunnel)?;
-        self.change_model(|model| model.set_tunnel(id, model::Tunnel { address, source_port }));
+        self.tested_lb.set_tunnel(id, tunnel)?;
+        self.change_model(|model| model.set_tunnel(id, model::TunnelEndpoint { address, source_port }));
         Ok(())
     }
 
     pub fn use_server_vlans(&mut self, vlans: BTreeSet<Vlan>) -> anyhow::Result<()> {
-        self.lb.use_server_vlans(vlans)?;
-        let vlans = model::Vlans { is_tagging_enabled: self.lb.uses_vlans(), vip: self.vip_vlan };
-        self.change_model(|model| model.set_vlans(vlans));
+        self.tested_lb.use_server_vlans(vlans)?;
+        let model_vlans = model::Vlans { is_tagging_enabled: self.tested_lb.uses_vlans(), vip: self.vip_vlan };
+        self.change_model(|model| model.set_vlans(model_vlans));
         Ok(())
     }
 
     pub fn set_server_vlan(&mut self, id: ServerId, vlan: Vlan) {
-        self.lb.set_server_vlan(id, vlan);
+        self.tested_lb.set_server_vlan(id, vlan);
         self.change_model(|model| model.set_server_vlan(id, vlan));
     }
 
     pub fn set_broadcast_vlan(&mut self, service: ServiceIndex, vlan: Option<Vlan>) {
-        self.lb.set_broadcast_vlan(service, vlan);
-        self.change_model(|model| model.set_broadcast_vlan(slot(service), vlan));
+        self.tested_lb.set_broadcast_vlan(service, vlan);
+        self.change_model(|model| model.set_broadcast_vlan(slot_index(service), vlan));
     }
 
-    pub fn set_owner_number(&mut self, owner: Option<OwnerNumber>) {
-        self.lb.set_owner_number(owner);
-        self.change_model(|model| model.set_owner(owner));
+    pub fn set_owner_number(&mut self, owner: Option<TableOwnerNumber>) {
+        self.tested_lb.set_owner_number(owner);
+        self.change_model(|model| model.set_own_number(owner));
     }
 
-    pub fn set_owner_mac(&mut self, owner: OwnerNumber, mac: Option<MacAddress>) {
-        self.lb.set_owner_mac(owner, mac);
-        let known = mac.map_or(model::Owner::Lost, |mac| model::Owner::Reachable(mac.0));
-        self.change_model(|model| model.set_owner_at(owner, known));
+    pub fn set_owner_mac(&mut self, owner: TableOwnerNumber, mac: Option<MacAddress>) {
+        self.tested_lb.set_owner_mac(owner, mac);
+        let model_owner = mac.map_or(model::TableOwner::Lost, |mac| model::TableOwner::Reachable(mac.0));
+        self.change_model(|model| model.set_other_owner(owner, model_owner));
     }
 
-    pub fn forget_owner(&mut self, owner: OwnerNumber) {
-        self.lb.forget_owner(owner);
-        self.change_model(|model| model.set_owner_at(owner, model::Owner::Unknown));
+    pub fn remove_owner(&mut self, owner: TableOwnerNumber) {
+        self.tested_lb.remove_owner(owner);
+        self.change_model(|model| model.set_other_owner(owner, model::TableOwner::Unknown));
     }
 
     pub fn tick(&mut self, monotonic: Duration) {
-        self.lb.tick(monotonic);
-        self.change_model(|model| model.set_clock(ClockTicks::at(monotonic)));
+        self.tested_lb.tick(monotonic);
+        self.change_model(|model| model.set_clock(ClockTicks::from_monotonic_time(monotonic)));
     }
 
-    pub fn due_connections(&mut self, timers: &Timeouts, entries: u32) -> Vec<(Connection, ExpiryReason)> {
+    pub fn scan_expired_connections(
+        &mut self,
+        timers: &ConnectionTimeouts,
+        entries: u32,
+    ) -> Vec<(Connection, ExpiryReason)> {
         self.change_model(model::LoadBalancer::record_sweep);
-        self.lb.due_connections(timers, entries)
+        self.tested_lb.scan_expired_connections(timers, entries)
     }
 
     pub fn free_connections(&mut self, connections: &[Connection]) -> anyhow::Result<usize> {
         self.change_model(|model| model.free_connections(connections));
-        self.lb.free_connections(connections)
+        self.tested_lb.free_connections(connections)
     }
 
-    pub fn guard_connection_table(&mut self) {
-        let limit = entries_per_source(self.lb.connection_table_size(), self.lb.occupancy() as u32);
-        self.lb.update_source_limit();
-        self.change_model(|model| model.limit_entries((limit != 0).then_some(limit)));
+    pub fn update_source_prefix_limit(&mut self) {
+        let source_entry_limit = max_entries_per_source_prefix(
+            self.tested_lb.connection_table_size(),
+            self.tested_lb.used_entry_count() as u32,
+        );
+        self.tested_lb.update_source_prefix_limit();
+        self.change_model(|model| {
+            model.set_max_entries_per_source((source_entry_limit != 0).then_some(source_entry_limit))
+        });
     }
 
-    pub fn count_connections(&mut self) {
-        self.lb.count_connections();
+    pub fn recount_connections(&mut self) {
+        self.tested_lb.recount_connections();
     }
 
-    pub fn count_traffic(&mut self, is_enabled: bool) -> anyhow::Result<()> {
-        self.lb.count_traffic(is_enabled)?;
+    pub fn set_traffic_counting(&mut self, is_enabled: bool) -> anyhow::Result<()> {
+        self.tested_lb.set_traffic_counting(is_enabled)?;
         self.change_model(|model| model.set_traffic_counting(is_enabled));
         Ok(())
     }
 
     /// Drops the model, for tests whose packets do not all pass through [`run`](Self::run).
-    pub fn end_comparison(&mut self) {
+    pub fn drop_model(&mut self) {
         self.model = None;
     }
 
     /// Sets the MAC address, which ends the comparison with the model.
     pub fn set_own_mac(&mut self, mac: MacAddress) {
-        self.end_comparison();
-        self.lb.set_own_mac(mac);
+        self.drop_model();
+        self.tested_lb.set_own_mac(mac);
     }
 
     /// Replaces the candidates of a table, which ends the comparison with the model.
@@ -241,7 +259,7 @@ impl ComparedLb {
         service: ServiceIndex,
         choose: impl FnOnce(&PlacementTable) -> PlacementTable,
     ) -> anyhow::Result<()> {
-        self.end_comparison();
-        self.lb.replace_candidates(service, choose)
+        self.drop_model();
+        self.tested_lb.replace_candidates(service, choose)
     }
 }

@@ -13,43 +13,43 @@ use nix::sched::{CloneFlags, unshare};
 use parking_lot::Mutex;
 use socket2::{Domain, Protocol, Socket, Type};
 
-pub const SERVICE: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 5300);
+pub const SERVICE_ADDRESS: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 5300);
 
 /// Runs `test` in a new network namespace, with one test at a time: until its execve(2), a child process of another
 /// test would keep the worker sockets of this test open.
-pub fn in_namespace(test: impl FnOnce() + Send) {
+pub fn run_in_namespace(test: impl FnOnce() + Send) {
     static TEST_LOCK: Mutex<()> = Mutex::new(());
-    let _lock = TEST_LOCK.lock();
-    in_another_namespace(test);
+    let _test_guard = TEST_LOCK.lock();
+    run_in_another_namespace(test);
 }
 
 /// Runs `part` of a test in another thread, in a new network namespace whose loopback device is up.
-pub fn in_another_namespace(part: impl FnOnce() + Send) {
+pub fn run_in_another_namespace(part: impl FnOnce() + Send) {
     std::thread::scope(|scope| {
-        let thread = scope.spawn(|| {
+        let namespace_thread = scope.spawn(|| {
             unshare(CloneFlags::CLONE_NEWNET).unwrap();
             let up = Command::new("ip").args(["link", "set", "lo", "up"]).status().unwrap();
             assert!(up.success());
             part();
         });
-        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        namespace_thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     });
 }
 
-pub fn options(policy: Policy) -> Options {
+pub fn dispatch_options(policy: Policy) -> Options {
     Options {
-        service: SERVICE,
+        service: SERVICE_ADDRESS,
         policy,
-        request_id: None,
+        request_id_position: None,
         type_offset: 0,
         types: Vec::new(),
-        other_class: 0,
-        observes_service_times: false,
+        default_class: 0,
+        measures_service_times: false,
     }
 }
 
 /// Opens a UDP socket at the service's address, as a worker does.
-pub fn worker_socket(service: SocketAddr) -> UdpSocket {
+pub fn open_worker_socket(service: SocketAddr) -> UdpSocket {
     let socket = Socket::new(Domain::for_address(service), Type::DGRAM, Some(Protocol::UDP)).unwrap();
     socket.set_reuse_port(true).unwrap();
     socket.bind(&service.into()).unwrap();
@@ -58,17 +58,17 @@ pub fn worker_socket(service: SocketAddr) -> UdpSocket {
 }
 
 /// Directory for pins, which is removed when the value is dropped.
-pub struct Pins(pub PathBuf);
+pub struct TemporaryPins(pub PathBuf);
 
-impl Pins {
+impl TemporaryPins {
     pub fn new() -> Self {
-        static NUMBER: AtomicU32 = AtomicU32::new(0);
-        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        static NEXT_NUMBER: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT_NUMBER.fetch_add(1, Ordering::Relaxed);
         Self(PathBuf::from(format!("/sys/fs/bpf/coreward-dispatch-test-{}-{number}", std::process::id())))
     }
 }
 
-impl Drop for Pins {
+impl Drop for TemporaryPins {
     fn drop(&mut self) {
         dispatch::remove(&self.0).unwrap();
     }
@@ -78,90 +78,95 @@ impl Drop for Pins {
 /// [`read_requests`](Self::read_requests) and [`send_response`](Self::send_response).
 pub struct TestEnv {
     pub dispatch: DispatchPrograms,
-    pub workers: BTreeMap<u32, UdpSocket>,
-    pub pins: Pins,
-    clock: Duration,
+    pub worker_sockets: BTreeMap<u32, UdpSocket>,
+    pub pins: TemporaryPins,
+    virtual_time: Duration,
 }
 
 /// Datagram that a worker has read from its socket.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReceivedDatagram {
-    pub slot: u32,
-    pub client: SocketAddr,
+    pub worker_slot: u32,
+    pub client_address: SocketAddr,
     pub payload: Vec<u8>,
 }
 
 impl TestEnv {
     pub fn new(workers: usize, options: &Options) -> Self {
-        let pins = Pins::new();
-        let dispatch = DispatchPrograms::load(&pins.0, &dispatch::cgroup_root().unwrap(), options).unwrap();
-        let mut env = Self { dispatch, workers: BTreeMap::new(), pins, clock: Duration::ZERO };
+        let pins = TemporaryPins::new();
+        let dispatch = DispatchPrograms::load(&pins.0, &dispatch::cgroup2_mount_point().unwrap(), options).unwrap();
+        let mut env = Self { dispatch, worker_sockets: BTreeMap::new(), pins, virtual_time: Duration::ZERO };
         (0..workers).for_each(|_| _ = env.add_worker());
         env
     }
 
     /// Adds a worker with a new socket, and returns its slot.
     pub fn add_worker(&mut self) -> u32 {
-        let socket = worker_socket(self.dispatch.ledger().service().0);
+        let socket = open_worker_socket(self.dispatch.ledger().service().0);
         let slot = self.dispatch.add_worker(socket.as_fd(), std::process::id()).unwrap();
         self.dispatch.attach(socket.as_fd()).unwrap();
-        self.workers.insert(slot, socket);
+        self.worker_sockets.insert(slot, socket);
         slot
     }
 
     /// Sends a request from the socket `client`, and waits until it is dispatched.
-    pub fn send(&self, client: &UdpSocket, payload: &[u8]) {
-        let dispatched = || self.dispatch.ledger().workers().iter().map(|worker| worker.dispatched).sum::<u64>();
-        let before = dispatched();
+    pub fn send_request(&self, client: &UdpSocket, payload: &[u8]) {
+        let dispatched_count =
+            || self.dispatch.ledger().worker_counts().iter().map(|worker| worker.dispatched_requests).sum::<u64>();
+        let count_before = dispatched_count();
         client.send(payload).unwrap();
-        wait_for("a request to be dispatched", || (dispatched() > before).then_some(()));
+        wait_for_value("a request to be dispatched", || (dispatched_count() > count_before).then_some(()));
     }
 
     /// Reads all datagrams in the workers' queues, and returns them. There must be `count` of them.
-    pub fn read(&self, count: usize) -> Vec<ReceivedDatagram> {
-        let mut read = Vec::new();
-        wait_for("datagrams at the workers", || {
-            self.read_now(&mut read);
-            (read.len() >= count).then_some(())
+    pub fn read_requests(&self, count: usize) -> Vec<ReceivedDatagram> {
+        let mut requests = Vec::new();
+        wait_for_value("datagrams at the workers", || {
+            self.read_available(&mut requests);
+            (requests.len() >= count).then_some(())
         });
-        self.read_now(&mut read);
-        assert_eq!(read.len(), count, "{read:?}");
-        read
+        self.read_available(&mut requests);
+        assert_eq!(requests.len(), count, "{requests:?}");
+        requests
     }
 
-    fn read_now(&self, read: &mut Vec<ReceivedDatagram>) {
-        for (slot, socket) in &self.workers {
+    fn read_available(&self, read: &mut Vec<ReceivedDatagram>) {
+        for (slot, socket) in &self.worker_sockets {
             let mut buffer = [0; 2048];
             while let Ok((length, client)) = socket.recv_from(&mut buffer) {
-                read.push(ReceivedDatagram { slot: *slot, client, payload: buffer[..length].to_vec() });
+                read.push(ReceivedDatagram {
+                    worker_slot: *slot,
+                    client_address: client,
+                    payload: buffer[..length].to_vec(),
+                });
             }
         }
     }
 
     /// Reads and returns the only datagram in the workers' queues.
-    pub fn read_one(&self) -> ReceivedDatagram {
-        self.read(1).remove(0)
+    pub fn read_one_request(&self) -> ReceivedDatagram {
+        self.read_requests(1).remove(0)
     }
 
     /// Sends a response with the payload of the request `read`, from the worker that has read it.
-    pub fn answer(&self, read: &ReceivedDatagram) {
-        self.workers[&read.slot].send_to(&read.payload, read.client).unwrap();
+    pub fn send_response(&self, read: &ReceivedDatagram) {
+        self.worker_sockets[&read.worker_slot].send_to(&read.payload, read.client_address).unwrap();
     }
 
     /// Polls once, after 100 ms of virtual time. Returns whether a worker was found to be dead.
     pub fn poll(&mut self, timeouts: &Timeouts) -> bool {
-        self.clock += dispatch::POLL_INTERVAL;
-        self.dispatch.poll(self.clock, timeouts).unwrap()
+        self.virtual_time += dispatch::POLL_INTERVAL;
+        self.dispatch.maintain(self.virtual_time, timeouts).unwrap()
     }
 
-    pub fn counts(&self, slot: u32) -> WorkerCounts {
-        let workers = self.dispatch.ledger().workers();
-        workers.into_iter().find(|worker| worker.slot == slot).unwrap()
+    pub fn worker_counts(&self, slot: u32) -> WorkerCounts {
+        let workers = self.dispatch.ledger().worker_counts();
+        workers.into_iter().find(|worker| worker.socket_slot == slot).unwrap()
     }
 
     /// Returns the number of outstanding requests of each worker.
-    pub fn outstanding(&self) -> Vec<u32> {
-        self.dispatch.ledger().workers().iter().map(|worker| worker.outstanding).collect()
+    pub fn outstanding_counts(&self) -> Vec<u32> {
+        self.dispatch.ledger().worker_counts().iter().map(|worker| worker.outstanding_requests).collect()
     }
 
     pub fn counter(&self, counter: coreward_intf::dispatch_counter) -> u64 {
@@ -170,21 +175,21 @@ impl TestEnv {
 }
 
 /// Opens the socket of a client at a new port.
-pub fn client() -> UdpSocket {
+pub fn client_socket() -> UdpSocket {
     let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-    socket.connect(SERVICE).unwrap();
+    socket.connect(SERVICE_ADDRESS).unwrap();
     socket.set_nonblocking(true).unwrap();
     socket
 }
 
 /// Calls `done` repeatedly until it returns a value, and returns that. Panics with `what` after 30 s.
-pub fn wait_for<T>(what: &str, mut done: impl FnMut() -> Option<T>) -> T {
-    let end = Instant::now() + Duration::from_secs(30);
+pub fn wait_for_value<T>(what: &str, mut done: impl FnMut() -> Option<T>) -> T {
+    let deadline = Instant::now() + Duration::from_secs(30);
     loop {
         if let Some(outcome) = done() {
             return outcome;
         }
-        assert!(Instant::now() < end, "waited in vain for {what}");
+        assert!(Instant::now() < deadline, "waited in vain for {what}");
         std::thread::yield_now();
     }
 }

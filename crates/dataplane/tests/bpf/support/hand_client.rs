@@ -7,151 +7,158 @@ use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 
 use super::network::SERVER;
-use super::server_env::{SERVER_IPV6, Sniffer, TIMEOUT, TestEnv, flags, vip};
+use super::server_env::{SERVER_IPV6, Sniffer, TIMEOUT, TestEnv, tcp_flags, vip_address};
 use super::{
-    ACK, Family, SYN, Tcp, aligned_timestamp, is_ipv6, ones_complement_sum, tcp_offset, timestamp_offset, word,
+    ACK, Family, SYN, TcpPacket, aligned_timestamp_option, is_ipv6, ones_complement_sum, read_u32, tcp_offset,
+    tsval_offset,
 };
 
 /// Address of the client. The kernel of its host does not have this address, so it sends no RST to the server.
-const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 77);
-const ADDRESS_IPV6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 1, 0, 0, 0, 0, 0x77);
+const CLIENT_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 77);
+const CLIENT_ADDRESS_IPV6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 1, 0, 0, 0, 0, 0x77);
 
 pub struct RawTcpClient<'env> {
     env: &'env TestEnv,
     sniffer: Sniffer,
     server_mac: MacAddress,
     pub port: u16,
-    timestamps: bool,
-    sequence: u32,
-    acknowledgement: u32,
+    has_timestamps: bool,
+    next_sequence: u32,
+    next_acknowledgement: u32,
     /// TSval of the server's newest packet, which the client returns as TSecr.
     pub server_tsval: u32,
-    own_time: u32,
+    own_tsval: u32,
 }
 
 impl<'env> RawTcpClient<'env> {
-    pub fn new(env: &'env TestEnv, port: u16, timestamps: bool) -> Self {
-        let mac = |host: &super::network::Host| host.run_inside(|| super::network::mac_address("eth0"));
-        for (address, length, server) in
-            [(IpAddr::from(ADDRESS), 32, IpAddr::from(SERVER)), (ADDRESS_IPV6.into(), 128, SERVER_IPV6.into())]
-        {
-            env.pair.server.ip(&format!("neigh replace {address} lladdr {} dev eth0", mac(&env.pair.client)));
+    pub fn new(env: &'env TestEnv, port: u16, has_timestamps: bool) -> Self {
+        let mac_of_host =
+            |host: &super::network::NamespaceHost| host.run_inside(|| super::network::mac_address("eth0"));
+        for (address, length, server) in [
+            (IpAddr::from(CLIENT_ADDRESS), 32, IpAddr::from(SERVER)),
+            (CLIENT_ADDRESS_IPV6.into(), 128, SERVER_IPV6.into()),
+        ] {
+            env.pair.server.ip(&format!("neigh replace {address} lladdr {} dev eth0", mac_of_host(&env.pair.client)));
             env.pair.server.ip(&format!("route replace {address}/{length} dev eth0 src {server}"));
         }
         Self {
             env,
             sniffer: Sniffer::new(env),
-            server_mac: mac(&env.pair.server),
+            server_mac: mac_of_host(&env.pair.server),
             port,
-            timestamps,
-            sequence: 1000,
-            acknowledgement: 0,
+            has_timestamps,
+            next_sequence: 1000,
+            next_acknowledgement: 0,
             server_tsval: 0,
-            own_time: 1,
+            own_tsval: 1,
         }
     }
 
     pub fn address(&self) -> SocketAddr {
         let address = match self.env.family {
-            Family::Ipv4 => IpAddr::from(ADDRESS),
-            Family::Ipv6 => ADDRESS_IPV6.into(),
+            Family::Ipv4 => IpAddr::from(CLIENT_ADDRESS),
+            Family::Ipv6 => CLIENT_ADDRESS_IPV6.into(),
         };
         (address, self.port).into()
     }
 
     /// Returns the frame that the client would send next. Without timestamps, `tsecr` is ignored.
-    pub fn frame(&self, flags: u8, tsecr: u32, payload: &[u8]) -> Vec<u8> {
-        let mut packet = Tcp::between(self.address(), vip(self.env.family));
+    pub fn next_frame(&self, flags: u8, tsecr: u32, payload: &[u8]) -> Vec<u8> {
+        let mut packet = TcpPacket::between(self.address(), vip_address(self.env.family));
         packet.destination_mac = self.server_mac.0;
         packet.flags = flags;
         packet.payload = payload.to_vec();
-        if self.timestamps {
-            packet.options = aligned_timestamp(self.own_time, tsecr);
+        if self.has_timestamps {
+            packet.tcp_options = aligned_timestamp_option(self.own_tsval, tsecr);
         }
-        packet.frame_with_sequence(self.sequence, self.acknowledgement)
+        packet.frame_with_sequence(self.next_sequence, self.next_acknowledgement)
     }
 
     pub fn send(&mut self, frame: &[u8]) {
-        self.own_time += 1;
-        self.sniffer.send(self.env, frame);
+        self.own_tsval += 1;
+        self.sniffer.send_frame(self.env, frame);
     }
 
     /// Waits for a packet from the server. Returns all packets that arrive until the server is silent for 50 ms.
-    fn answers(&mut self) -> Vec<Vec<u8>> {
-        let end = Instant::now() + TIMEOUT;
+    fn wait_for_replies(&mut self) -> Vec<Vec<u8>> {
+        let deadline = Instant::now() + TIMEOUT;
         loop {
-            let frames = self.receive();
+            let frames = self.receive_replies();
             if !frames.is_empty() {
                 return frames;
             }
-            assert!(Instant::now() < end, "the server does not answer");
+            assert!(Instant::now() < deadline, "the server does not answer");
         }
     }
 
     /// Returns the server's packets until it is silent for 50 ms, and stores the newest TSval in `server_tsval`.
-    pub fn receive(&mut self) -> Vec<Vec<u8>> {
+    pub fn receive_replies(&mut self) -> Vec<Vec<u8>> {
         let (mut frames, mut last) = (vec![], Instant::now());
         while last.elapsed() < Duration::from_millis(50) {
-            let new: Vec<_> = self.sniffer.received_from_vip().into_iter().filter(|f| self.is_for_us(f)).collect();
-            if new.is_empty() {
+            let new_frames: Vec<_> =
+                self.sniffer.received_from_vip().into_iter().filter(|f| self.is_for_this_client(f)).collect();
+            if new_frames.is_empty() {
                 std::thread::sleep(Duration::from_millis(2));
             } else {
                 last = Instant::now();
             }
-            frames.extend(new);
+            frames.extend(new_frames);
         }
         if let Some(frame) = frames.last() {
-            self.server_tsval = timestamp_offset(frame).map_or(0, |at| word(frame, at));
+            self.server_tsval = tsval_offset(frame).map_or(0, |at| read_u32(frame, at));
         }
         frames
     }
 
     /// Waits until the server has processed all sent packets. Returns the packets to this client since the last call.
-    pub fn received(&self) -> Vec<Vec<u8>> {
+    pub fn collect_own(&self) -> Vec<Vec<u8>> {
         let mut frames = self.sniffer.collect_from_vip(self.env);
-        frames.retain(|frame| self.is_for_us(frame));
+        frames.retain(|frame| self.is_for_this_client(frame));
         frames
     }
 
     /// Waits until the server has processed all sent packets. Returns packets of all hosts since the last call.
     pub fn collect_all(&self) -> Vec<Vec<u8>> {
-        self.sniffer.collect(self.env)
+        self.sniffer.collect_until_processed(self.env)
     }
 
-    fn is_for_us(&self, frame: &[u8]) -> bool {
-        let tcp = tcp_offset(frame);
-        let is_for_host =
-            if is_ipv6(frame) { frame[38..54] == ADDRESS_IPV6.octets() } else { frame[30..34] == ADDRESS.octets() };
-        is_for_host && frame[tcp + 2..tcp + 4] == self.port.to_be_bytes()
+    fn is_for_this_client(&self, frame: &[u8]) -> bool {
+        let tcp_start = tcp_offset(frame);
+        let is_for_address = if is_ipv6(frame) {
+            frame[38..54] == CLIENT_ADDRESS_IPV6.octets()
+        } else {
+            frame[30..34] == CLIENT_ADDRESS.octets()
+        };
+        is_for_address && frame[tcp_start + 2..tcp_start + 4] == self.port.to_be_bytes()
     }
 
     /// Sends a SYN with this TSecr. Returns the SYN-ACK.
-    pub fn open(&mut self, tsecr: u32) -> Vec<u8> {
-        let syn = self.frame(SYN, tsecr, b"");
+    pub fn open_connection(&mut self, tsecr: u32) -> Vec<u8> {
+        let syn = self.next_frame(SYN, tsecr, b"");
         self.send(&syn);
-        let answer = self.answers().pop().expect("not empty");
-        assert_eq!(flags(&answer), SYN | ACK);
-        self.sequence += 1;
-        self.acknowledgement = word(&answer, tcp_offset(&answer) + 4).wrapping_add(1);
-        answer
+        let syn_ack = self.wait_for_replies().pop().expect("not empty");
+        assert_eq!(tcp_flags(&syn_ack), SYN | ACK);
+        self.next_sequence += 1;
+        self.next_acknowledgement = read_u32(&syn_ack, tcp_offset(&syn_ack) + 4).wrapping_add(1);
+        syn_ack
     }
 
     /// Sends the ACK that completes the handshake.
-    pub fn acknowledge(&mut self) {
-        let ack = self.frame(ACK, self.server_tsval, b"");
-        self.send(&ack);
+    pub fn send_final_ack(&mut self) {
+        let ack_frame = self.next_frame(ACK, self.server_tsval, b"");
+        self.send(&ack_frame);
     }
 
     /// Sends `payload` in a packet to which `change` is applied. Returns the packets that the server sends in reply.
-    pub fn exchange(&mut self, payload: &[u8], change: impl FnOnce(&mut Vec<u8>)) -> Vec<Vec<u8>> {
-        let mut frame = self.frame(ACK, self.server_tsval, payload);
+    pub fn send_payload(&mut self, payload: &[u8], change: impl FnOnce(&mut Vec<u8>)) -> Vec<Vec<u8>> {
+        let mut frame = self.next_frame(ACK, self.server_tsval, payload);
         change(&mut frame);
         self.send(&frame);
-        let answers = self.answers();
-        if answers.iter().any(|answer| word(answer, tcp_offset(answer) + 8) != self.sequence) {
-            self.sequence += payload.len() as u32;
+        let replies = self.wait_for_replies();
+        if replies.iter().any(|answer| read_u32(answer, tcp_offset(answer) + 8) != self.next_sequence) {
+            self.next_sequence += payload.len() as u32;
         }
-        answers
+        replies
     }
 }
 
@@ -163,8 +170,8 @@ pub fn set_previous_server(frame: &mut [u8], identification: u16) {
     }
     frame[18..20].copy_from_slice(&identification.to_be_bytes());
     frame[24..26].fill(0);
-    let sum = !ones_complement_sum(&frame[14..34]);
-    frame[24..26].copy_from_slice(&sum.to_be_bytes());
+    let header_checksum = !ones_complement_sum(&frame[14..34]);
+    frame[24..26].copy_from_slice(&header_checksum.to_be_bytes());
 }
 
 /// Makes a frame a broadcast, as the load balancer does if it does not know the server of the packet.
@@ -173,6 +180,6 @@ pub fn set_broadcast_mac(frame: &mut [u8]) {
 }
 
 /// Returns the TSecr by which a load balancer passes the entry `index` (owner and slot) to a server in a SYN.
-pub fn syn_tsecr(index: u16) -> u32 {
+pub fn tsecr_with_index(index: u16) -> u32 {
     intf::SYN_TSECR_HOLDS_COOKIE | intf::COOKIE_KIND_BIT | u32::from(index)
 }

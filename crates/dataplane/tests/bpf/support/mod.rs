@@ -19,17 +19,17 @@ pub const SYN: u8 = 0x02;
 pub const RST: u8 = 0x04;
 pub const ACK: u8 = 0x10;
 
-const ETHERNET: usize = 14;
+const ETHERNET_BYTES: usize = 14;
 
 pub use coreward_dataplane::test_run::{missing_bpf_rights, skip_if};
 
 /// Time key of a service whose server takes no part in the test.
-pub const TIME_KEY: CookieKey = CookieKey { k0: 5, k1: 6 };
+pub const FOREIGN_TIME_KEY: CookieKey = CookieKey { k0: 5, k1: 6 };
 
 /// Returns the time of the kernel's TSval clock: CLOCK_MONOTONIC in ms.
-pub fn now_ms() -> u32 {
-    let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC).unwrap();
-    (now.tv_sec() as u64 * 1000 + now.tv_nsec() as u64 / 1_000_000) as u32
+pub fn tsval_clock_ms() -> u32 {
+    let monotonic_time = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC).unwrap();
+    (monotonic_time.tv_sec() as u64 * 1000 + monotonic_time.tv_nsec() as u64 / 1_000_000) as u32
 }
 
 /// Address family of a packet.
@@ -52,21 +52,21 @@ pub type ExtensionHeader = (u8, Vec<u8>);
 
 /// Fields of a TCP packet.
 #[derive(Debug, Clone)]
-pub struct Tcp {
+pub struct TcpPacket {
     pub destination_mac: [u8; 6],
     pub source: SocketAddrV4,
     pub destination: SocketAddrV4,
     pub ip_options: Vec<u8>,
     /// IPv6 source and destination; `None`: the packet is IPv4.
-    pub ipv6: Option<[Ipv6Addr; 2]>,
+    pub ipv6_addresses: Option<[Ipv6Addr; 2]>,
     pub extension_headers: Vec<ExtensionHeader>,
     pub flags: u8,
     /// TCP options as bytes; they are padded with zeros (end of options) to a multiple of four.
-    pub options: Vec<u8>,
+    pub tcp_options: Vec<u8>,
     pub payload: Vec<u8>,
 }
 
-impl Tcp {
+impl TcpPacket {
     pub fn new(source: (Ipv4Addr, u16), destination: (Ipv4Addr, u16)) -> Self {
         Self {
             // The address of the loopback device: eth_type_trans() then marks the packet as addressed to this host.
@@ -74,10 +74,10 @@ impl Tcp {
             source: SocketAddrV4::new(source.0, source.1),
             destination: SocketAddrV4::new(destination.0, destination.1),
             ip_options: vec![],
-            ipv6: None,
+            ipv6_addresses: None,
             extension_headers: vec![],
             flags: ACK,
-            options: vec![],
+            tcp_options: vec![],
             payload: b"payload".to_vec(),
         }
     }
@@ -89,8 +89,8 @@ impl Tcp {
             (IpAddr::V4(source), IpAddr::V4(destination)) => Self::new((source, ports.0), (destination, ports.1)),
             (IpAddr::V6(source), IpAddr::V6(destination)) => {
                 let unspecified = Ipv4Addr::UNSPECIFIED;
-                let ipv6 = Some([source, destination]);
-                Self { ipv6, ..Self::new((unspecified, ports.0), (unspecified, ports.1)) }
+                let ipv6_addresses = Some([source, destination]);
+                Self { ipv6_addresses, ..Self::new((unspecified, ports.0), (unspecified, ports.1)) }
             }
             _ => panic!("{source} and {destination}"),
         }
@@ -103,34 +103,34 @@ impl Tcp {
 
     /// Returns the packet as a frame, with these sequence and acknowledgement numbers.
     pub fn frame_with_sequence(&self, sequence: u32, acknowledgement: u32) -> Vec<u8> {
-        let ipv4 = self.ipv4_frame(sequence, acknowledgement);
-        let Some(addresses) = self.ipv6 else { return ipv4 };
-        let mut frame = with_ipv6_header(&ipv4, addresses, &self.extension_headers);
+        let ipv4_frame = self.ipv4_frame(sequence, acknowledgement);
+        let Some(addresses) = self.ipv6_addresses else { return ipv4_frame };
+        let mut frame = with_ipv6_header(&ipv4_frame, addresses, &self.extension_headers);
         frame[..6].copy_from_slice(&self.destination_mac);
         frame
     }
 
     fn ipv4_frame(&self, sequence: u32, acknowledgement: u32) -> Vec<u8> {
-        let padded = |bytes: &[u8]| {
+        let padded_to_words = |bytes: &[u8]| {
             let mut bytes = bytes.to_vec();
             bytes.resize(bytes.len().next_multiple_of(4), 0);
             bytes
         };
-        let (ip_options, options) = (padded(&self.ip_options), padded(&self.options));
+        let (ip_options, options) = (padded_to_words(&self.ip_options), padded_to_words(&self.tcp_options));
         let (ip_header, tcp_header) = (20 + ip_options.len(), 20 + options.len());
-        let total = ip_header + tcp_header + self.payload.len();
+        let ip_length = ip_header + tcp_header + self.payload.len();
 
         let mut frame = [&self.destination_mac[..], &[2, 0, 0, 0, 0, 9], &[8, 0]].concat();
         frame.extend([0x40 | (ip_header / 4) as u8, 0]);
-        frame.extend((total as u16).to_be_bytes());
+        frame.extend((ip_length as u16).to_be_bytes());
         frame.extend([0x12, 0x34, 0x40, 0, 64, 6, 0, 0]);
         frame.extend(self.source.ip().octets());
         frame.extend(self.destination.ip().octets());
         frame.extend(&ip_options);
-        let checksum = !ones_complement_sum(&frame[ETHERNET..]);
-        frame[ETHERNET + 10..ETHERNET + 12].copy_from_slice(&checksum.to_be_bytes());
+        let checksum = !ones_complement_sum(&frame[ETHERNET_BYTES..]);
+        frame[ETHERNET_BYTES + 10..ETHERNET_BYTES + 12].copy_from_slice(&checksum.to_be_bytes());
 
-        let tcp = frame.len();
+        let tcp_start = frame.len();
         frame.extend(self.source.port().to_be_bytes());
         frame.extend(self.destination.port().to_be_bytes());
         frame.extend(sequence.to_be_bytes());
@@ -138,53 +138,53 @@ impl Tcp {
         frame.extend([((tcp_header / 4) as u8) << 4, self.flags, 0xff, 0xff, 0, 0, 0, 0]);
         frame.extend(&options);
         frame.extend(&self.payload);
-        let checksum = !tcp_sum(&frame);
-        frame[tcp + 16..tcp + 18].copy_from_slice(&checksum.to_be_bytes());
+        let checksum = !tcp_segment_sum(&frame);
+        frame[tcp_start + 16..tcp_start + 18].copy_from_slice(&checksum.to_be_bytes());
         frame
     }
 }
 
 /// Fields of a UDP datagram, or of one of its fragments.
 #[derive(Debug, Clone)]
-pub struct Udp {
+pub struct UdpDatagram {
     pub source: SocketAddrV4,
     pub destination: SocketAddrV4,
     pub ip_options: Vec<u8>,
     pub identification: u16,
     /// Flags and fragment offset (in units of 8 bytes) of the IPv4 header.
-    pub fragment: u16,
+    pub flags_and_offset: u16,
     pub payload: Vec<u8>,
 }
 
 /// Flag "more fragments" of the IPv4 header.
 pub const MORE_FRAGMENTS: u16 = 0x2000;
 
-impl Udp {
+impl UdpDatagram {
     pub fn new(source: (Ipv4Addr, u16), destination: (Ipv4Addr, u16)) -> Self {
         Self {
             source: SocketAddrV4::new(source.0, source.1),
             destination: SocketAddrV4::new(destination.0, destination.1),
             ip_options: vec![],
             identification: 0x1234,
-            fragment: 0,
+            flags_and_offset: 0,
             payload: b"datagram".to_vec(),
         }
     }
 
     /// Returns the datagram as a frame. Only a first fragment has a UDP header, with the length of two equal fragments.
     pub fn frame(&self) -> Vec<u8> {
-        let later = self.fragment & 0x1fff != 0;
-        let whole = 8 + self.payload.len() * if self.fragment & MORE_FRAGMENTS != 0 { 2 } else { 1 };
+        let is_later_fragment = self.flags_and_offset & 0x1fff != 0;
+        let udp_length = 8 + self.payload.len() * if self.flags_and_offset & MORE_FRAGMENTS != 0 { 2 } else { 1 };
         let mut transport = Vec::new();
-        if !later {
+        if !is_later_fragment {
             transport.extend(self.source.port().to_be_bytes());
             transport.extend(self.destination.port().to_be_bytes());
             // No checksum (RFC 768).
-            transport.extend([(whole >> 8) as u8, whole as u8, 0, 0]);
+            transport.extend([(udp_length >> 8) as u8, udp_length as u8, 0, 0]);
         }
         transport.extend(&self.payload);
         let addresses = [*self.source.ip(), *self.destination.ip()];
-        ipv4_frame(17, addresses, &self.ip_options, [self.identification, self.fragment], &transport)
+        ipv4_frame(17, addresses, &self.ip_options, [self.identification, self.flags_and_offset], &transport)
     }
 }
 
@@ -197,16 +197,16 @@ pub fn ipv4_frame(
     transport: &[u8],
 ) -> Vec<u8> {
     assert_eq!(options.len() % 4, 0);
-    let header = 20 + options.len();
+    let header_length = 20 + options.len();
     let mut frame = [&[0; 6][..], &[2, 0, 0, 0, 0, 9], &[8, 0]].concat();
-    frame.extend([0x40 | (header / 4) as u8, 0]);
-    frame.extend(((header + transport.len()) as u16).to_be_bytes());
+    frame.extend([0x40 | (header_length / 4) as u8, 0]);
+    frame.extend(((header_length + transport.len()) as u16).to_be_bytes());
     frame.extend(identification_and_fragment.map(u16::to_be_bytes).concat());
     frame.extend([64, protocol, 0, 0]);
     frame.extend(addresses.map(|address| address.octets()).concat());
     frame.extend(options);
-    let checksum = !ones_complement_sum(&frame[ETHERNET..]);
-    frame[ETHERNET + 10..ETHERNET + 12].copy_from_slice(&checksum.to_be_bytes());
+    let checksum = !ones_complement_sum(&frame[ETHERNET_BYTES..]);
+    frame[ETHERNET_BYTES + 10..ETHERNET_BYTES + 12].copy_from_slice(&checksum.to_be_bytes());
     frame.extend(transport);
     frame
 }
@@ -218,13 +218,13 @@ pub fn is_ipv6(frame: &[u8]) -> bool {
 
 /// Returns a frame with an IPv6 packet with flow label 0x12345, sent to the same MAC address as by [`TcpPacket::new`].
 pub fn ipv6_frame(addresses: [Ipv6Addr; 2], headers: &[ExtensionHeader], protocol: u8, transport: &[u8]) -> Vec<u8> {
-    let numbers: Vec<u8> = headers.iter().map(|(number, _)| *number).chain([protocol]).collect();
-    let length = headers.iter().map(|(_, bytes)| bytes.len()).sum::<usize>() + transport.len();
+    let protocol_numbers: Vec<u8> = headers.iter().map(|(number, _)| *number).chain([protocol]).collect();
+    let payload_length = headers.iter().map(|(_, bytes)| bytes.len()).sum::<usize>() + transport.len();
     let mut frame = [&[0; 6][..], &[2, 0, 0, 0, 0, 9], &[0x86, 0xdd], &[0x60, 0x01, 0x23, 0x45]].concat();
-    frame.extend((length as u16).to_be_bytes());
-    frame.extend([numbers[0], 64]);
+    frame.extend((payload_length as u16).to_be_bytes());
+    frame.extend([protocol_numbers[0], 64]);
     frame.extend(addresses.map(|address| address.octets()).concat());
-    for ((_, bytes), next) in headers.iter().zip(&numbers[1..]) {
+    for ((_, bytes), next) in headers.iter().zip(&protocol_numbers[1..]) {
         frame.push(*next);
         frame.extend(&bytes[1..]);
     }
@@ -232,9 +232,9 @@ pub fn ipv6_frame(addresses: [Ipv6Addr; 2], headers: &[ExtensionHeader], protoco
     frame
 }
 
-impl Tcp {
+impl TcpPacket {
     /// Returns a frame with this TCP segment after an IPv6 header and extension headers.
-    pub fn ipv6_frame(&self, client: Ipv6Addr, vip: Ipv6Addr, headers: &[ExtensionHeader]) -> Vec<u8> {
+    pub fn to_ipv6_frame(&self, client: Ipv6Addr, vip: Ipv6Addr, headers: &[ExtensionHeader]) -> Vec<u8> {
         with_ipv6_header(&self.frame(), [client, vip], headers)
     }
 }
@@ -242,21 +242,21 @@ impl Tcp {
 /// Returns the frame with its IPv4 header replaced by an IPv6 header and extension headers.
 fn with_ipv6_header(ipv4: &[u8], addresses: [Ipv6Addr; 2], headers: &[ExtensionHeader]) -> Vec<u8> {
     let mut frame = ipv6_frame(addresses, headers, 6, &ipv4[tcp_offset(ipv4)..]);
-    let checksum = tcp_offset(&frame) + 16;
-    frame[checksum..checksum + 2].fill(0);
-    let sum = !tcp_sum(&frame);
-    frame[checksum..checksum + 2].copy_from_slice(&sum.to_be_bytes());
+    let checksum_offset = tcp_offset(&frame) + 16;
+    frame[checksum_offset..checksum_offset + 2].fill(0);
+    let sum = !tcp_segment_sum(&frame);
+    frame[checksum_offset..checksum_offset + 2].copy_from_slice(&sum.to_be_bytes());
     frame
 }
 
 /// Returns a TCP timestamp option (RFC 7323) with TSval `value`.
-pub fn timestamp(value: u32, tsecr: u32) -> Vec<u8> {
+pub fn timestamp_option(value: u32, tsecr: u32) -> Vec<u8> {
     [&[8, 10][..], &value.to_be_bytes(), &tsecr.to_be_bytes()].concat()
 }
 
 /// Returns the options of most packets: two no-operations and a timestamp.
-pub fn aligned_timestamp(value: u32, tsecr: u32) -> Vec<u8> {
-    [&[1, 1][..], &timestamp(value, tsecr)].concat()
+pub fn aligned_timestamp_option(value: u32, tsecr: u32) -> Vec<u8> {
+    [&[1, 1][..], &timestamp_option(value, tsecr)].concat()
 }
 
 /// Returns the ones' complement sum of 16-bit words in network byte order (RFC 1071).
@@ -272,21 +272,22 @@ pub fn ones_complement_sum(bytes: &[u8]) -> u16 {
 }
 
 /// Returns the sum over TCP segment and pseudo header, which is 0xffff if the checksum is correct.
-pub fn tcp_sum(frame: &[u8]) -> u16 {
-    let tcp = tcp_offset(frame);
-    let addresses = if is_ipv6(frame) { ETHERNET + 8..ETHERNET + 40 } else { ETHERNET + 12..ETHERNET + 20 };
-    let length = (frame.len() - tcp) as u16;
+pub fn tcp_segment_sum(frame: &[u8]) -> u16 {
+    let tcp_start = tcp_offset(frame);
+    let address_range =
+        if is_ipv6(frame) { ETHERNET_BYTES + 8..ETHERNET_BYTES + 40 } else { ETHERNET_BYTES + 12..ETHERNET_BYTES + 20 };
+    let segment_length = (frame.len() - tcp_start) as u16;
     // IPv6 has longer fields for length and protocol; their zeros do not change the sum.
-    let pseudo_header = [&frame[addresses], &[0, 6], &length.to_be_bytes()].concat();
-    ones_complement_sum(&[&pseudo_header, &frame[tcp..]].concat())
+    let pseudo_header = [&frame[address_range], &[0, 6], &segment_length.to_be_bytes()].concat();
+    ones_complement_sum(&[&pseudo_header, &frame[tcp_start..]].concat())
 }
 
 /// Returns the offset of the TCP header in a frame.
 pub fn tcp_offset(frame: &[u8]) -> usize {
     if !is_ipv6(frame) {
-        return ETHERNET + usize::from(frame[ETHERNET] & 0xf) * 4;
+        return ETHERNET_BYTES + usize::from(frame[ETHERNET_BYTES] & 0xf) * 4;
     }
-    let (mut at, mut next) = (ETHERNET + 40, frame[ETHERNET + 6]);
+    let (mut at, mut next) = (ETHERNET_BYTES + 40, frame[ETHERNET_BYTES + 6]);
     while let Some(length) = extension_header_length(next, frame.get(at + 1)) {
         next = frame[at];
         at += length;
@@ -296,34 +297,34 @@ pub fn tcp_offset(frame: &[u8]) -> usize {
 
 /// Returns the length of an extension header from its second byte; `None` when `number` is no extension header.
 fn extension_header_length(number: u8, length: Option<&u8>) -> Option<usize> {
-    let length = usize::from(*length?);
+    let length_field = usize::from(*length?);
     match number {
-        0 | 43 | 60 => Some((length + 1) * 8),
+        0 | 43 | 60 => Some((length_field + 1) * 8),
         44 => Some(8),
-        51 => Some((length + 2) * 4),
+        51 => Some((length_field + 2) * 4),
         _ => None,
     }
 }
 
 /// Returns the offset of TSval in a frame; `None`: the frame has no timestamp option (RFC 9293, Sect. 3.1).
-pub fn timestamp_offset(frame: &[u8]) -> Option<usize> {
-    let tcp = tcp_offset(frame);
-    let header = usize::from(frame.get(tcp + 12)? >> 4) * 4;
-    let options = frame.get(tcp + 20..tcp + header)?;
+pub fn tsval_offset(frame: &[u8]) -> Option<usize> {
+    let tcp_start = tcp_offset(frame);
+    let header_length = usize::from(frame.get(tcp_start + 12)? >> 4) * 4;
+    let options = frame.get(tcp_start + 20..tcp_start + header_length)?;
     let mut at = 0;
     while let Some(kind) = options.get(at) {
         match kind {
             0 => return None,
             1 => at += 1,
             _ => {
-                let length = usize::from(*options.get(at + 1)?);
-                if length < 2 || at + length > options.len() {
+                let option_length = usize::from(*options.get(at + 1)?);
+                if option_length < 2 || at + option_length > options.len() {
                     return None;
                 }
-                if (*kind, length) == (8, 10) {
-                    return Some(tcp + 20 + at + 2);
+                if (*kind, option_length) == (8, 10) {
+                    return Some(tcp_start + 20 + at + 2);
                 }
-                at += length;
+                at += option_length;
             }
         }
     }
@@ -331,6 +332,6 @@ pub fn timestamp_offset(frame: &[u8]) -> Option<usize> {
 }
 
 /// Returns the 32-bit word at `offset` of a frame, in network byte order.
-pub fn word(frame: &[u8], offset: usize) -> u32 {
+pub fn read_u32(frame: &[u8], offset: usize) -> u32 {
     u32::from_be_bytes(frame[offset..offset + 4].try_into().unwrap())
 }

@@ -22,49 +22,49 @@ pub const VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
 /// millisecond is 65,536 ticks (4,096 with timestamps = "lb"): the older segment counts in PAWSEstab and is dropped.
 pub fn pin_to_one_cpu() {
     let (mut cpu_set, this) = (CpuSet::new(), Pid::from_raw(0));
-    let allowed = sched_getaffinity(this).unwrap();
-    let cpus: Vec<usize> = (0..CpuSet::count()).filter(|cpu| allowed.is_set(*cpu).unwrap()).collect();
+    let allowed_cpus = sched_getaffinity(this).unwrap();
+    let cpu_numbers: Vec<usize> = (0..CpuSet::count()).filter(|cpu| allowed_cpus.is_set(*cpu).unwrap()).collect();
     // Concurrent test processes use different CPUs.
-    cpu_set.set(cpus[std::process::id() as usize % cpus.len()]).unwrap();
+    cpu_set.set(cpu_numbers[std::process::id() as usize % cpu_numbers.len()]).unwrap();
     sched_setaffinity(this, &cpu_set).unwrap();
 }
 
 /// Returns the MAC address of an interface in the calling thread's network namespace.
 pub fn mac_address(interface: &str) -> MacAddress {
-    let found = nix::ifaddrs::getifaddrs().unwrap().filter(|entry| entry.interface_name == interface);
-    let addresses = found.filter_map(|entry| entry.address?.as_link_addr()?.addr()).collect::<Vec<_>>();
-    MacAddress(addresses[0])
+    let link_entries = nix::ifaddrs::getifaddrs().unwrap().filter(|entry| entry.interface_name == interface);
+    let mac_addresses = link_entries.filter_map(|entry| entry.address?.as_link_addr()?.addr()).collect::<Vec<_>>();
+    MacAddress(mac_addresses[0])
 }
 
 /// Simulated host: a network namespace.
 #[derive(Debug)]
-pub struct Host {
-    namespace: File,
+pub struct NamespaceHost {
+    namespace_file: File,
 }
 
-impl Host {
+impl NamespaceHost {
     fn new() -> Self {
-        let namespace = std::thread::spawn(|| {
+        let namespace_file = std::thread::spawn(|| {
             unshare(CloneFlags::CLONE_NEWNET).unwrap();
             File::open("/proc/thread-self/ns/net").unwrap()
         });
-        Self { namespace: namespace.join().unwrap() }
+        Self { namespace_file: namespace_file.join().unwrap() }
     }
 
     /// Runs `action` in a new thread in the host's network namespace, to which the sockets that it opens belong.
     pub fn run_inside<T: Send>(&self, action: impl FnOnce() -> T + Send) -> T {
         std::thread::scope(|scope| {
-            let thread = scope.spawn(|| {
-                setns(&self.namespace, CloneFlags::CLONE_NEWNET).unwrap();
+            let namespace_thread = scope.spawn(|| {
+                setns(&self.namespace_file, CloneFlags::CLONE_NEWNET).unwrap();
                 action()
             });
-            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            namespace_thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         })
     }
 
     pub fn ip(&self, arguments: &str) {
-        let run = || Command::new("ip").args(arguments.split_whitespace()).status().unwrap();
-        assert!(self.run_inside(run).success(), "ip {arguments}");
+        let run_ip = || Command::new("ip").args(arguments.split_whitespace()).status().unwrap();
+        assert!(self.run_inside(run_ip).success(), "ip {arguments}");
     }
 
     pub fn set_sysctl(&self, path: &str, value: &str) {
@@ -73,33 +73,33 @@ impl Host {
 
     /// Returns a counter of the host's kernel, by its name in `nstat` (such as TcpExtPAWSEstab or TcpRetransSegs).
     pub fn kernel_counter(&self, name: &str) -> u64 {
-        let text = self.run_inside(|| {
+        let counter_text = self.run_inside(|| {
             ["netstat", "snmp"]
                 .map(|file| fs::read_to_string(format!("/proc/thread-self/net/{file}")).unwrap())
                 .concat()
         });
         // The files have pairs of lines: "Group: name name ...", "Group: value value ...".
-        let lines: Vec<&str> = text.lines().collect();
-        let found = lines.chunks(2).find_map(|pair| {
+        let counter_lines: Vec<&str> = counter_text.lines().collect();
+        let counter_value = counter_lines.chunks(2).find_map(|pair| {
             let (group, names) = pair[0].split_once(':').unwrap();
-            let position = names.split_whitespace().position(|n| format!("{group}{n}") == name)?;
-            pair[1].split_whitespace().nth(position + 1)?.parse().ok()
+            let name_index = names.split_whitespace().position(|n| format!("{group}{n}") == name)?;
+            pair[1].split_whitespace().nth(name_index + 1)?.parse().ok()
         });
-        found.unwrap_or_else(|| panic!("the kernel has no counter {name}"))
+        counter_value.unwrap_or_else(|| panic!("the kernel has no counter {name}"))
     }
 }
 
 /// Client and server connected by a veth pair. The server also has the VIP; both devices are called eth0.
 #[derive(Debug)]
 pub struct VethPair {
-    pub client: Host,
-    pub server: Host,
+    pub client: NamespaceHost,
+    pub server: NamespaceHost,
 }
 
 impl VethPair {
     pub fn new() -> Self {
-        let (client, server) = (Host::new(), Host::new());
-        let server_namespace = format!("/proc/{}/fd/{}", std::process::id(), server.namespace.as_raw_fd());
+        let (client, server) = (NamespaceHost::new(), NamespaceHost::new());
+        let server_namespace = format!("/proc/{}/fd/{}", std::process::id(), server.namespace_file.as_raw_fd());
         client.ip(&format!(
             "link add eth0 numrxqueues 4 numtxqueues 4 type veth peer name eth0 numrxqueues 4 numtxqueues 4 netns \
              {server_namespace}"
@@ -116,7 +116,7 @@ impl VethPair {
     }
 
     /// Returns the index of the server's device.
-    pub fn server_interface(&self) -> u32 {
+    pub fn server_interface_index(&self) -> u32 {
         self.server.run_inside(|| nix::net::if_::if_nametoindex("eth0").unwrap())
     }
 }
@@ -129,17 +129,17 @@ pub struct PinDirectory {
 
 impl PinDirectory {
     pub fn new() -> Self {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        const PREFIX: &str = "coreward-test-";
+        static NEXT_NUMBER: AtomicU32 = AtomicU32::new(0);
+        const DIRECTORY_PREFIX: &str = "coreward-test-";
         for entry in fs::read_dir("/sys/fs/bpf").unwrap().flatten() {
-            let name = entry.file_name().into_string().unwrap_or_default();
-            let process = name.strip_prefix(PREFIX).and_then(|rest| rest.split('-').next());
-            if process.is_some_and(|process| !PathBuf::from(format!("/proc/{process}")).exists()) {
+            let directory_name = entry.file_name().into_string().unwrap_or_default();
+            let process_id = directory_name.strip_prefix(DIRECTORY_PREFIX).and_then(|rest| rest.split('-').next());
+            if process_id.is_some_and(|process| !PathBuf::from(format!("/proc/{process}")).exists()) {
                 let _ = fs::remove_dir_all(entry.path());
             }
         }
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let path = PathBuf::from(format!("/sys/fs/bpf/{PREFIX}{}-{number}", std::process::id()));
+        let number = NEXT_NUMBER.fetch_add(1, Ordering::Relaxed);
+        let path = PathBuf::from(format!("/sys/fs/bpf/{DIRECTORY_PREFIX}{}-{number}", std::process::id()));
         fs::create_dir(&path).unwrap();
         Self { path }
     }
@@ -158,51 +158,52 @@ impl Drop for PinDirectory {
 /// Network segment with a load balancer, a client and servers. The servers have the VIP and reach the client through
 /// the load balancer. All devices are called eth0.
 #[derive(Debug)]
-pub struct Segment {
-    pub load_balancer: Host,
-    pub client: Host,
-    pub servers: Vec<Host>,
-    _switch: Host,
+pub struct NetworkSegment {
+    pub load_balancer: NamespaceHost,
+    pub client: NamespaceHost,
+    pub servers: Vec<NamespaceHost>,
+    _switch: NamespaceHost,
 }
 
-impl Segment {
+impl NetworkSegment {
     pub fn new(servers: u8) -> Self {
-        let switch = Host::new();
-        switch.ip("link add br0 type bridge");
-        switch.ip("link set br0 up");
-        let hosts: Vec<Host> = (0..2 + servers).map(|number| Self::host(&switch, number)).collect();
-        let mut hosts = hosts.into_iter();
-        let (load_balancer, client) = (hosts.next().unwrap(), hosts.next().unwrap());
-        let servers: Vec<Host> = hosts.collect();
-        let by_load_balancer = Self::address(0);
-        client.ip(&format!("route add {VIP}/32 via {by_load_balancer}"));
+        let switch_host = NamespaceHost::new();
+        switch_host.ip("link add br0 type bridge");
+        switch_host.ip("link set br0 up");
+        let all_hosts: Vec<NamespaceHost> =
+            (0..2 + servers).map(|number| Self::add_host(&switch_host, number)).collect();
+        let mut remaining_hosts = all_hosts.into_iter();
+        let (load_balancer, client) = (remaining_hosts.next().unwrap(), remaining_hosts.next().unwrap());
+        let servers: Vec<NamespaceHost> = remaining_hosts.collect();
+        let load_balancer_address = Self::host_address(0);
+        client.ip(&format!("route add {VIP}/32 via {load_balancer_address}"));
         load_balancer.set_sysctl("ipv4/ip_forward", "1");
         load_balancer.set_sysctl("ipv4/conf/all/send_redirects", "0");
         load_balancer.set_sysctl("ipv4/conf/eth0/send_redirects", "0");
         for server in &servers {
             server.ip(&format!("address add {VIP}/32 dev lo"));
-            server.ip(&format!("route add {}/32 via {by_load_balancer}", Self::address(1)));
+            server.ip(&format!("route add {}/32 via {load_balancer_address}", Self::host_address(1)));
             server.set_sysctl("ipv4/tcp_timestamps", "2");
             server.set_sysctl("ipv4/conf/all/arp_ignore", "1");
         }
-        Self { load_balancer, client, servers, _switch: switch }
+        Self { load_balancer, client, servers, _switch: switch_host }
     }
 
     /// Returns the address of a host: of the load balancer (0), the client (1), or server K (2 + K).
-    pub fn address(number: u8) -> Ipv4Addr {
+    pub fn host_address(number: u8) -> Ipv4Addr {
         Ipv4Addr::new(10, 1, 0, 1 + number)
     }
 
-    fn host(switch: &Host, number: u8) -> Host {
-        let host = Host::new();
-        let namespace = format!("/proc/{}/fd/{}", std::process::id(), switch.namespace.as_raw_fd());
-        host.ip(&format!("link add eth0 type veth peer name port{number} netns {namespace}"));
-        host.ip(&format!("address add {}/24 dev eth0", Self::address(number)));
+    fn add_host(switch: &NamespaceHost, number: u8) -> NamespaceHost {
+        let host = NamespaceHost::new();
+        let switch_namespace = format!("/proc/{}/fd/{}", std::process::id(), switch.namespace_file.as_raw_fd());
+        host.ip(&format!("link add eth0 type veth peer name port{number} netns {switch_namespace}"));
+        host.ip(&format!("address add {}/24 dev eth0", Self::host_address(number)));
         host.ip("link set lo up");
         host.ip("link set eth0 up");
         // veth leaves checksums to a NIC, and packets that XDP forwards would have unfinished checksums.
-        let finish_checksums = || Command::new("ethtool").args(["-K", "eth0", "tx", "off"]).output().unwrap();
-        assert!(host.run_inside(finish_checksums).status.success(), "ethtool -K eth0 tx off");
+        let turn_off_checksum_offload = || Command::new("ethtool").args(["-K", "eth0", "tx", "off"]).output().unwrap();
+        assert!(host.run_inside(turn_off_checksum_offload).status.success(), "ethtool -K eth0 tx off");
         switch.ip(&format!("link set port{number} master br0"));
         switch.ip(&format!("link set port{number} up"));
         host

@@ -6,7 +6,7 @@ use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
 #[derive(Debug)]
 pub struct PacketSocket {
     socket: OwnedFd,
-    address: libc::sockaddr_ll,
+    link_layer_address: libc::sockaddr_ll,
 }
 
 impl PacketSocket {
@@ -16,25 +16,25 @@ impl PacketSocket {
         let socket = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_CLOEXEC, 0) };
         nix::errno::Errno::result(socket).unwrap();
         // SAFETY: sockaddr_ll is plain data, for which all zeros is a value.
-        let mut address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
-        address.sll_family = libc::AF_PACKET as u16;
-        address.sll_ifindex = nix::net::if_::if_nametoindex(interface).unwrap() as i32;
+        let mut link_layer_address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
+        link_layer_address.sll_family = libc::AF_PACKET as u16;
+        link_layer_address.sll_ifindex = nix::net::if_::if_nametoindex(interface).unwrap() as i32;
         // SAFETY: the descriptor is new and has no other owner.
-        Self { socket: unsafe { OwnedFd::from_raw_fd(socket) }, address }
+        Self { socket: unsafe { OwnedFd::from_raw_fd(socket) }, link_layer_address }
     }
 
-    pub fn send(&self, frame: &[u8]) {
+    pub fn send_frame(&self, frame: &[u8]) {
         // SAFETY: pointers and lengths are those of live values.
-        let sent = unsafe {
+        let sent_bytes = unsafe {
             libc::sendto(
                 self.socket.as_raw_fd(),
                 frame.as_ptr().cast(),
                 frame.len(),
                 0,
-                (&raw const self.address).cast(),
+                (&raw const self.link_layer_address).cast(),
                 size_of::<libc::sockaddr_ll>() as u32,
             )
         };
-        assert_eq!(nix::errno::Errno::result(sent).unwrap() as usize, frame.len());
+        assert_eq!(nix::errno::Errno::result(sent_bytes).unwrap() as usize, frame.len());
     }
 }

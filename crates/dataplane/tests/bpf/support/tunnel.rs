@@ -2,41 +2,45 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-use coreward_dataplane::lb::OuterSources;
+use coreward_dataplane::lb::OuterSourceAddresses;
 use coreward_model::ServerId;
 use coreward_model::forwarding::Forwarding;
 
 use super::Family;
 
-pub const ETHERNET: usize = 14;
+pub const ETHERNET_BYTES: usize = 14;
 /// Source addresses of the load balancer's outer headers.
-pub const OWN_ADDRESSES: OuterSources =
-    OuterSources { ipv4: Ipv4Addr::new(10, 2, 0, 1), ipv6: Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, 1) };
+pub const OWN_OUTER_ADDRESSES: OuterSourceAddresses =
+    OuterSourceAddresses { ipv4: Ipv4Addr::new(10, 2, 0, 1), ipv6: Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, 1) };
 
 /// Kind of encapsulation, with the address families of the inner and the outer packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct TunnelForm {
+pub struct TunnelVariant {
     pub forwarding: Forwarding,
-    pub inner: Family,
-    pub outer: Family,
+    pub inner_family: Family,
+    pub outer_family: Family,
 }
 
-impl TunnelForm {
+impl TunnelVariant {
     pub fn all() -> impl Iterator<Item = Self> {
-        let of_inner = |inner| Family::BOTH.into_iter().map(move |outer| (inner, outer));
-        let families = Family::BOTH.into_iter().flat_map(of_inner);
+        let families_with_inner = |inner| Family::BOTH.into_iter().map(move |outer| (inner, outer));
+        let families = Family::BOTH.into_iter().flat_map(families_with_inner);
         families.flat_map(|(inner, outer)| {
-            [Forwarding::Ipip, Forwarding::Gue].map(|forwarding| Self { forwarding, inner, outer })
+            [Forwarding::Ipip, Forwarding::Gue].map(|forwarding| Self {
+                forwarding,
+                inner_family: inner,
+                outer_family: outer,
+            })
         })
     }
 
-    pub fn overhead(self) -> usize {
-        self.forwarding.overhead(own_address(self.outer))
+    pub fn overhead_bytes(self) -> usize {
+        self.forwarding.overhead_bytes(own_outer_address(self.outer_family))
     }
 
     /// Returns the protocol number that the outer IP header contains.
-    pub fn protocol(self) -> u8 {
-        match (self.forwarding, self.inner) {
+    pub fn outer_protocol(self) -> u8 {
+        match (self.forwarding, self.inner_family) {
             (Forwarding::Gue, _) => 17,
             (_, Family::Ipv4) => 4,
             (_, Family::Ipv6) => 41,
@@ -44,11 +48,11 @@ impl TunnelForm {
     }
 }
 
-pub fn ip_header(family: Family) -> usize {
+pub fn ip_header_bytes(family: Family) -> usize {
     if family == Family::Ipv4 { 20 } else { 40 }
 }
 
-pub fn vip(family: Family) -> SocketAddr {
+pub fn service_vip(family: Family) -> SocketAddr {
     match family {
         Family::Ipv4 => ([10, 200, 0, 1], 80).into(),
         Family::Ipv6 => ([0x2001, 0xdb8, 0xc8, 0, 0, 0, 0, 1], 80).into(),
@@ -62,15 +66,15 @@ pub fn client(family: Family) -> SocketAddr {
     }
 }
 
-pub fn own_address(family: Family) -> IpAddr {
+pub fn own_outer_address(family: Family) -> IpAddr {
     match family {
-        Family::Ipv4 => OWN_ADDRESSES.ipv4.into(),
-        Family::Ipv6 => OWN_ADDRESSES.ipv6.into(),
+        Family::Ipv4 => OWN_OUTER_ADDRESSES.ipv4.into(),
+        Family::Ipv6 => OWN_OUTER_ADDRESSES.ipv6.into(),
     }
 }
 
 /// Returns the address of a server as the destination of outer headers.
-pub fn server_address(family: Family, server: ServerId) -> IpAddr {
+pub fn server_outer_address(family: Family, server: ServerId) -> IpAddr {
     let [high, low] = server.get().to_be_bytes();
     match family {
         Family::Ipv4 => Ipv4Addr::new(10, 9, high, low).into(),
@@ -78,7 +82,7 @@ pub fn server_address(family: Family, server: ServerId) -> IpAddr {
     }
 }
 
-pub fn octets(address: IpAddr) -> Vec<u8> {
+pub fn address_octets(address: IpAddr) -> Vec<u8> {
     match address {
         IpAddr::V4(address) => address.octets().to_vec(),
         IpAddr::V6(address) => address.octets().to_vec(),
@@ -88,12 +92,12 @@ pub fn octets(address: IpAddr) -> Vec<u8> {
 /// Sets DSCP and ECN in a frame without IP options, and corrects its header checksum.
 pub fn set_traffic_class(frame: &mut [u8], class: u8) {
     if super::is_ipv6(frame) {
-        frame[ETHERNET] = 0x60 | class >> 4;
-        frame[ETHERNET + 1] = frame[ETHERNET + 1] & 0xf | class << 4;
+        frame[ETHERNET_BYTES] = 0x60 | class >> 4;
+        frame[ETHERNET_BYTES + 1] = frame[ETHERNET_BYTES + 1] & 0xf | class << 4;
         return;
     }
-    frame[ETHERNET + 1] = class;
-    frame[ETHERNET + 10..ETHERNET + 12].fill(0);
-    let checksum = !super::ones_complement_sum(&frame[ETHERNET..ETHERNET + 20]);
-    frame[ETHERNET + 10..ETHERNET + 12].copy_from_slice(&checksum.to_be_bytes());
+    frame[ETHERNET_BYTES + 1] = class;
+    frame[ETHERNET_BYTES + 10..ETHERNET_BYTES + 12].fill(0);
+    let checksum = !super::ones_complement_sum(&frame[ETHERNET_BYTES..ETHERNET_BYTES + 20]);
+    frame[ETHERNET_BYTES + 10..ETHERNET_BYTES + 12].copy_from_slice(&checksum.to_be_bytes());
 }

@@ -6,9 +6,9 @@ use coreward_model::health::{CertificateVerification, Probe, ProbeAddress, Statu
 use crate::config::{FleetConfig, ServiceConfig};
 
 /// Certificate of an authority, self-signed and for no host, in PEM.
-const AUTHORITY: &str = include_str!("authority.pem");
+const AUTHORITY_PEM: &str = include_str!("authority.pem");
 
-fn parse(keys: &str) -> Result<ServiceConfig, String> {
+fn parse_service(keys: &str) -> Result<ServiceConfig, String> {
     let text = format!("[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n{keys}");
     let config = FleetConfig::parse(&Source::from_text("fleet.toml", &text));
     config.map(|mut config| config.services.remove(0)).map_err(|mistakes| mistakes.to_string())
@@ -16,34 +16,36 @@ fn parse(keys: &str) -> Result<ServiceConfig, String> {
 
 #[test]
 fn missing_health_table_disables_checks() {
-    let service = parse("").unwrap();
+    let service = parse_service("").unwrap();
     assert_eq!((service.check, service.when_all_down), (None, WhenAllDown::FailOpen));
-    assert_eq!(parse("[service.health]\ncheck = \"none\"\n").unwrap().check, None);
-    assert_eq!(parse("when_all_down = \"drop\"\n").unwrap().when_all_down, WhenAllDown::Drop);
+    assert_eq!(parse_service("[service.health]\ncheck = \"none\"\n").unwrap().check, None);
+    assert_eq!(parse_service("when_all_down = \"drop\"\n").unwrap().when_all_down, WhenAllDown::Drop);
 }
 
 #[test]
 fn empty_health_table_checks_tcp() {
-    let check = parse("[service.health]\n").unwrap().check.unwrap();
+    let check = parse_service("[service.health]\n").unwrap().check.unwrap();
     assert_eq!((&check.probe, check.probe_address, check.port), (&Probe::Tcp, ProbeAddress::Vip, None));
     assert_eq!((check.interval, check.timeout), (Duration::from_secs(2), Duration::from_secs(1)));
     assert_eq!((check.thresholds.rise(), check.thresholds.fall(), check.jitter.get()), (2, 3, 0.1));
     assert_eq!(
-        parse("timestamps = \"lb\"\n[service.health]\n").unwrap().check.unwrap().probe_address,
+        parse_service("timestamps = \"lb\"\n[service.health]\n").unwrap().check.unwrap().probe_address,
         ProbeAddress::Server
     );
 }
 
 #[test]
 fn host_is_a_name_or_address_with_optional_port() {
-    let host = |host: &str| parse(&format!("[service.health]\ncheck = \"http\"\nat = \"server\"\nhost = \"{host}\"\n"));
+    let parse_with_host = |host: &str| {
+        parse_service(&format!("[service.health]\ncheck = \"http\"\nat = \"server\"\nhost = \"{host}\"\n"))
+    };
     for valid in ["www.example.org", "www.example.org:8443", "10.0.0.1:80", "[2001:db8::1]", "[2001:db8::1]:8443"] {
-        let service = host(valid).unwrap_or_else(|error| panic!("{error}"));
+        let service = parse_with_host(valid).unwrap_or_else(|error| panic!("{error}"));
         let Probe::Http(http) = service.check.unwrap().probe else { panic!("{valid}") };
         assert_eq!(http.host.as_deref(), Some(valid));
     }
     for invalid in ["2001:db8::1", "[2001:db8::1", "[10.0.0.1]", "www:http", "www:65536", "www:+80", ":80", ""] {
-        assert!(host(invalid).unwrap_err().contains("expected a host, perhaps with a port"), "{invalid}");
+        assert!(parse_with_host(invalid).unwrap_err().contains("expected a host, perhaps with a port"), "{invalid}");
     }
 }
 
@@ -51,7 +53,7 @@ fn host_is_a_name_or_address_with_optional_port() {
 fn keys_of_http_checks_are_parsed() {
     let keys = "[service.health]\ncheck = \"http\"\nat = \"server\"\nport = 8080\npath = \"/healthz?full=1\"\n\
                 host = \"www.example.org\"\nexpect = \"204\"\ninterval = \"500ms\"\njitter = 0\n";
-    let check = parse(keys).unwrap().check.unwrap();
+    let check = parse_service(keys).unwrap().check.unwrap();
     assert_eq!(
         (check.probe_address, check.port, check.interval),
         (ProbeAddress::Server, Some(8080), Duration::from_millis(500))
@@ -60,18 +62,18 @@ fn keys_of_http_checks_are_parsed() {
     assert_eq!((http.path.as_str(), http.host.as_deref()), ("/healthz?full=1", Some("www.example.org")));
     assert_eq!(http.expected_status, StatusRange::new(204, 204).unwrap());
 
-    let verification = |keys: &str| match parse(&format!("[service.health]\ncheck = \"https\"\n{keys}")).unwrap().check
-    {
-        Some(check) => match check.probe {
-            Probe::Https(_, verification) => verification,
-            other => panic!("{other:?}"),
-        },
-        None => panic!("no check"),
-    };
-    assert_eq!(verification(""), CertificateVerification::System);
-    assert_eq!(verification("verify = false\n"), CertificateVerification::Off);
-    let authorities = CertificateVerification::Authorities(AUTHORITY.to_owned());
-    assert_eq!(verification(&format!("ca = '''\n{AUTHORITY}'''\n")), authorities);
+    let parse_verification =
+        |keys: &str| match parse_service(&format!("[service.health]\ncheck = \"https\"\n{keys}")).unwrap().check {
+            Some(check) => match check.probe {
+                Probe::Https(_, verification) => verification,
+                other => panic!("{other:?}"),
+            },
+            None => panic!("no check"),
+        };
+    assert_eq!(parse_verification(""), CertificateVerification::System);
+    assert_eq!(parse_verification("verify = false\n"), CertificateVerification::Off);
+    let authorities = CertificateVerification::Authorities(AUTHORITY_PEM.to_owned());
+    assert_eq!(parse_verification(&format!("ca = '''\n{AUTHORITY_PEM}'''\n")), authorities);
 }
 
 #[test]
@@ -140,22 +142,28 @@ fn invalid_health_checks_are_rejected() {
         ),
     ];
     for (keys, message) in cases {
-        assert_eq!(parse(&format!("[service.health]\n{keys}\n")).unwrap_err(), message);
+        assert_eq!(parse_service(&format!("[service.health]\n{keys}\n")).unwrap_err(), message);
     }
-    let both = format!("[service.health]\ncheck = \"https\"\nverify = false\nca = '''\n{AUTHORITY}'''\n");
+    let contradicting_keys =
+        format!("[service.health]\ncheck = \"https\"\nverify = false\nca = '''\n{AUTHORITY_PEM}'''\n");
     assert_eq!(
-        parse(&both).unwrap_err(),
+        parse_service(&contradicting_keys).unwrap_err(),
         "fleet.toml:6:10: key `service.health.verify`: `verify = false` with `ca`: expected one of the two"
     );
-    let udp = "protocol = \"udp\"\n[service.health]\n";
+    let udp_health = "protocol = \"udp\"\n[service.health]\n";
     assert_eq!(
-        parse(udp).unwrap_err(),
+        parse_service(udp_health).unwrap_err(),
         "fleet.toml:5:1: key `service.health`: check \"tcp\" of a UDP service: expected `port`, a TCP port that \
          answers \
          for it, or `check = \"agent\"`"
     );
-    assert!(parse(&format!("{udp}port = 5353\n")).is_ok() && parse(&format!("{udp}check = \"agent\"\n")).is_ok());
-    let stamped = "timestamps = \"lb\"\n[service.health]\nat = \"vip\"\n";
-    assert!(parse(stamped).unwrap_err().contains("would stamp its own connections: expected \"server\""));
-    assert!(parse("when_all_down = \"open\"\n").unwrap_err().contains("expected \"fail-open\" or \"drop\""));
+    assert!(
+        parse_service(&format!("{udp_health}port = 5353\n")).is_ok()
+            && parse_service(&format!("{udp_health}check = \"agent\"\n")).is_ok()
+    );
+    let lb_stamped_health = "timestamps = \"lb\"\n[service.health]\nat = \"vip\"\n";
+    assert!(
+        parse_service(lb_stamped_health).unwrap_err().contains("would stamp its own connections: expected \"server\"")
+    );
+    assert!(parse_service("when_all_down = \"open\"\n").unwrap_err().contains("expected \"fail-open\" or \"drop\""));
 }

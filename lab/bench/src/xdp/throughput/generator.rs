@@ -10,7 +10,7 @@ use libbpf_rs::Link;
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 
 use super::wire::VethPair;
-use crate::xdp::runner::{Frame, Packet};
+use crate::xdp::runner::{FrameTemplate, PacketVariation};
 
 #[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks, unsafe_op_in_unsafe_fn, dead_code)]
 mod skeleton {
@@ -21,7 +21,7 @@ use skeleton::LiveFramesSkelBuilder;
 
 /// Number of packets in the memory from which generate() reads them.
 pub const LIVE_PACKET_COUNT: usize = 1 << 17;
-const FRAME_BYTES: usize = 80;
+const MAX_FRAME_BYTES: usize = 80;
 
 /// Variable fields of a live packet: `struct live_packet` of live_frames.bpf.c.
 #[derive(Debug, Clone, Copy, zerocopy::IntoBytes, zerocopy::FromBytes, zerocopy::Immutable)]
@@ -35,73 +35,81 @@ struct LivePacket {
 }
 
 /// Loaded programs of live_frames.bpf.c, attached to one pair of devices.
-pub struct Generator {
-    generate: OwnedFd,
-    _sink: Link,
-    _floor: Option<Link>,
+pub struct FrameGenerator {
+    generate_program: OwnedFd,
+    _sink_link: Link,
+    _baseline_link: Option<Link>,
 }
 
 /// Baseline program that is attached to the tested end instead of a load balancer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Floor {
+pub enum BaselineProgram {
     /// Program swap_macs(), which swaps MAC addresses.
     SwapMacs,
     /// Program read_tsecr(), which also reads the echoed timestamp.
     ReadTsecr,
 }
 
-pub struct Traffic<'a> {
+pub struct GeneratedTraffic<'a> {
     /// Frames that are varied: a packet of an open connection, and a SYN.
-    pub frames: [&'a Frame; 2],
+    pub frame_templates: [&'a FrameTemplate; 2],
     /// Packets of open connections; their number is [`LIVE_PACKET_COUNT`].
-    pub packets: &'a [Packet],
+    pub packets: &'a [PacketVariation],
     /// Returns whether the packet with this index is a SYN of a new client instead.
-    pub is_new: &'a dyn Fn(usize) -> bool,
+    pub is_syn: &'a dyn Fn(usize) -> bool,
 }
 
-impl Generator {
+impl FrameGenerator {
     /// Creates a generator that sends `traffic` into the wire and receives the returned frames. Attaches the baseline
     /// `floor`, if any, to the tested end. Fails without the capabilities to load BPF programs.
-    pub fn new(wire: &VethPair, traffic: &Traffic<'_>, floor: Option<Floor>) -> anyhow::Result<Self> {
+    pub fn new(
+        wire: &VethPair,
+        traffic: &GeneratedTraffic<'_>,
+        floor: Option<BaselineProgram>,
+    ) -> anyhow::Result<Self> {
         ensure!(traffic.packets.len() == LIVE_PACKET_COUNT, "{} packets", traffic.packets.len());
-        let mut storage = MaybeUninit::uninit();
-        let mut open = LiveFramesSkelBuilder::default().open(&mut storage).context("opening live_frames.bpf.o")?;
-        let constants = open.maps.rodata_data.as_deref_mut().context("live_frames.bpf.o has no constants")?;
-        constants.target_ifindex = wire.generator_index()?;
-        for (to, frame) in constants.frames.iter_mut().zip(traffic.frames) {
-            to.words = words(frame)?;
+        let mut skeleton_storage = MaybeUninit::uninit();
+        let mut opened_skeleton =
+            LiveFramesSkelBuilder::default().open(&mut skeleton_storage).context("opening live_frames.bpf.o")?;
+        let constants =
+            opened_skeleton.maps.rodata_data.as_deref_mut().context("live_frames.bpf.o has no constants")?;
+        constants.target_ifindex = wire.generator_interface_index()?;
+        for (to, frame) in constants.frames.iter_mut().zip(traffic.frame_templates) {
+            to.words = frame_words(frame)?;
         }
-        let loaded = open.load().context("loading live_frames.bpf.c")?;
-        let memory: MmapArray<[LivePacket; LIVE_PACKET_COUNT]> = MmapArray::new(loaded.maps.bss_packets.as_fd())?;
-        let live = |(number, packet): (usize, &Packet)| LivePacket {
+        let loaded_skeleton = opened_skeleton.load().context("loading live_frames.bpf.c")?;
+        let packet_memory: MmapArray<[LivePacket; LIVE_PACKET_COUNT]> =
+            MmapArray::new(loaded_skeleton.maps.bss_packets.as_fd())?;
+        let live_packet = |(number, packet): (usize, &PacketVariation)| LivePacket {
             client_address: packet.client_address,
             ports: packet.ports,
             tsecr: packet.tsecr,
-            kind: (traffic.is_new)(number).into(),
+            kind: (traffic.is_syn)(number).into(),
         };
-        let packets: Vec<LivePacket> = traffic.packets.iter().enumerate().map(live).collect();
-        memory.write(0, packets.as_slice());
-        let [generator_end, tested_end] = [wire.generator_index()? as i32, wire.tested_index()? as i32];
-        let sink = loaded.progs.sink.attach_xdp(generator_end).context("the sink")?;
-        let floor = floor.map(|floor| match floor {
-            Floor::SwapMacs => loaded.progs.swap_macs.attach_xdp(tested_end),
-            Floor::ReadTsecr => loaded.progs.read_tsecr.attach_xdp(tested_end),
+        let live_packets: Vec<LivePacket> = traffic.packets.iter().enumerate().map(live_packet).collect();
+        packet_memory.write(0, live_packets.as_slice());
+        let [generator_end, tested_end] =
+            [wire.generator_interface_index()? as i32, wire.tested_interface_index()? as i32];
+        let sink_link = loaded_skeleton.progs.sink.attach_xdp(generator_end).context("the sink")?;
+        let baseline_link = floor.map(|floor| match floor {
+            BaselineProgram::SwapMacs => loaded_skeleton.progs.swap_macs.attach_xdp(tested_end),
+            BaselineProgram::ReadTsecr => loaded_skeleton.progs.read_tsecr.attach_xdp(tested_end),
         });
         Ok(Self {
-            generate: loaded.progs.generate.as_fd().try_clone_to_owned()?,
-            _sink: sink,
-            _floor: floor.transpose().context("the floor")?,
+            generate_program: loaded_skeleton.progs.generate.as_fd().try_clone_to_owned()?,
+            _sink_link: sink_link,
+            _baseline_link: baseline_link.transpose().context("the floor")?,
         })
     }
 
     /// Sends `frames` frames as fast as this CPU can. Fails when the kernel does not support live frames (before 5.18).
     pub fn send(&self, frames: u32) -> anyhow::Result<()> {
-        test_run::run_live(self.generate.as_fd(), &[0; FRAME_BYTES], frames).context("sending live frames")
+        test_run::run_live(self.generate_program.as_fd(), &[0; MAX_FRAME_BYTES], frames).context("sending live frames")
     }
 }
 
-fn words(frame: &Frame) -> anyhow::Result<[u64; FRAME_BYTES / 8]> {
-    let mut bytes = [0; FRAME_BYTES];
+fn frame_words(frame: &FrameTemplate) -> anyhow::Result<[u64; MAX_FRAME_BYTES / 8]> {
+    let mut bytes = [0; MAX_FRAME_BYTES];
     bytes.get_mut(..frame.bytes.len()).context("a frame too long")?.copy_from_slice(&frame.bytes);
     let mut words = bytes.chunks_exact(8).map(|word| u64::from_ne_bytes(word.try_into().expect("eight bytes")));
     Ok(std::array::from_fn(|_| words.next().expect("as many words")))

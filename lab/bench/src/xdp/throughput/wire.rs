@@ -9,7 +9,7 @@ use nix::unistd::Pid;
 
 use crate::cpus;
 use crate::namespace;
-pub use crate::xdp::workload::OWN_MAC;
+pub use crate::xdp::workload::LOAD_BALANCER_MAC;
 
 /// Pair of veth devices, which is removed with its network namespace.
 pub struct VethPair {
@@ -23,15 +23,15 @@ pub struct VethPair {
 #[derive(Debug, Clone, Copy)]
 pub struct NapiUsage {
     /// Number of frames that the device has received.
-    pub frames: u64,
+    pub received_frames: u64,
     /// CPU time that the thread has used (ns).
     pub time: u64,
 }
 
 impl NapiUsage {
     /// Returns the frames and the CPU time between `before` and this value.
-    pub fn since(self, before: Self) -> Self {
-        Self { frames: self.frames - before.frames, time: self.time - before.time }
+    pub fn difference_since(self, before: Self) -> Self {
+        Self { received_frames: self.received_frames - before.received_frames, time: self.time - before.time }
     }
 }
 
@@ -40,23 +40,25 @@ impl VethPair {
     /// which the frames are sent. Fails without root.
     pub fn new(number: usize) -> anyhow::Result<Self> {
         // Device names are unique per process, because NAPI threads of all namespaces are found by the device's name.
-        let name = |end| format!("b{}{end}{number}", std::process::id());
-        let wire = Self { generator_end: name('g'), tested_end: name('t') };
-        let Self { generator_end, tested_end } = &wire;
-        namespace::ip(&format!("link add {generator_end} type veth peer name {tested_end} address {OWN_MAC}"))?;
+        let device_name = |end| format!("b{}{end}{number}", std::process::id());
+        let veth_pair = Self { generator_end: device_name('g'), tested_end: device_name('t') };
+        let Self { generator_end, tested_end } = &veth_pair;
+        namespace::run_ip_command(&format!(
+            "link add {generator_end} type veth peer name {tested_end} address {LOAD_BALANCER_MAC}"
+        ))?;
         for end in [generator_end, tested_end] {
             // Without IPv6 the kernel sends no packets by itself.
-            namespace::ip(&format!("link set {end} addrgenmode none"))?;
-            namespace::ip(&format!("link set {end} up"))?;
+            namespace::run_ip_command(&format!("link set {end} addrgenmode none"))?;
+            namespace::run_ip_command(&format!("link set {end} up"))?;
         }
-        Ok(wire)
+        Ok(veth_pair)
     }
 
-    pub fn generator_index(&self) -> anyhow::Result<u32> {
+    pub fn generator_interface_index(&self) -> anyhow::Result<u32> {
         nix::net::if_::if_nametoindex(self.generator_end.as_str()).with_context(|| self.generator_end.clone())
     }
 
-    pub fn tested_index(&self) -> anyhow::Result<u32> {
+    pub fn tested_interface_index(&self) -> anyhow::Result<u32> {
         nix::net::if_::if_nametoindex(self.tested_end.as_str()).with_context(|| self.tested_end.clone())
     }
 }
@@ -64,53 +66,54 @@ impl VethPair {
 /// NAPI thread of a device that has an XDP program.
 pub struct NapiThread {
     device: String,
-    pid: Pid,
+    thread_id: Pid,
 }
 
 impl NapiThread {
     /// Enables threaded NAPI for the device and binds its thread to a CPU. veth uses NAPI once it has an XDP program.
     /// Fails when the kernel has no threaded NAPI for the device, or the CPU does not exist.
     pub fn start(device: &str, cpu: usize) -> anyhow::Result<Self> {
-        namespace::with_sysfs(&format!("echo 1 > /sys/class/net/{device}/threaded"))
+        namespace::run_script_with_sysfs(&format!("echo 1 > /sys/class/net/{device}/threaded"))
             .with_context(|| format!("threaded NAPI for {device}"))?;
-        let pid = process_named(&format!("napi/{device}-"))?;
-        cpus::bind_to_cpu(pid, cpu)?;
-        raise_priority(pid)?;
-        Ok(Self { device: device.to_owned(), pid })
+        let thread_id = find_thread_by_prefix(&format!("napi/{device}-"))?;
+        cpus::bind_to_cpu(thread_id, cpu)?;
+        raise_priority(thread_id)?;
+        Ok(Self { device: device.to_owned(), thread_id })
     }
 
     /// Waits until the thread sleeps, because it has received all frames, and returns its usage. Fails when the thread
     /// or the device is gone.
-    pub fn usage_when_idle(&self) -> anyhow::Result<NapiUsage> {
-        while self.state()? != "S" {
+    pub fn wait_for_idle_usage(&self) -> anyhow::Result<NapiUsage> {
+        while self.thread_state()? != "S" {
             std::thread::sleep(Duration::from_micros(100));
         }
-        let path = format!("/proc/{}/schedstat", self.pid);
-        let text = fs::read_to_string(&path).with_context(|| path.clone())?;
-        let time = text.split_whitespace().next().and_then(|time| time.parse().ok());
+        let schedstat_path = format!("/proc/{}/schedstat", self.thread_id);
+        let schedstat = fs::read_to_string(&schedstat_path).with_context(|| schedstat_path.clone())?;
+        let cpu_ns = schedstat.split_whitespace().next().and_then(|time| time.parse().ok());
         Ok(NapiUsage {
-            frames: received_frames(&self.device)?,
-            time: time.with_context(|| format!("{path}: {text:?}"))?,
+            received_frames: received_frames(&self.device)?,
+            time: cpu_ns.with_context(|| format!("{schedstat_path}: {schedstat:?}"))?,
         })
     }
 
-    fn state(&self) -> anyhow::Result<String> {
-        let path = format!("/proc/{}/stat", self.pid);
-        let text = fs::read_to_string(&path).with_context(|| path.clone())?;
-        let after_name = text.rsplit_once(')').map_or("", |(_, rest)| rest);
+    fn thread_state(&self) -> anyhow::Result<String> {
+        let stat_path = format!("/proc/{}/stat", self.thread_id);
+        let stat_line = fs::read_to_string(&stat_path).with_context(|| stat_path.clone())?;
+        let after_name = stat_line.rsplit_once(')').map_or("", |(_, rest)| rest);
         Ok(after_name.split_whitespace().next().unwrap_or_default().to_owned())
     }
 }
 
 /// Gives a thread the highest priority (nice value -20), so that it gets most of its CPU's time.
 pub fn raise_priority(thread: Pid) -> anyhow::Result<()> {
-    let status = Command::new("renice").args(["-n", "-20", "-p", &thread.to_string()]).stdout(Stdio::null()).status();
-    let status = status.context("renice(1)")?;
-    ensure!(status.success(), "renice of thread {thread}: {status}");
+    let exit_status =
+        Command::new("renice").args(["-n", "-20", "-p", &thread.to_string()]).stdout(Stdio::null()).status();
+    let exit_status = exit_status.context("renice(1)")?;
+    ensure!(exit_status.success(), "renice of thread {thread}: {exit_status}");
     Ok(())
 }
 
-fn process_named(prefix: &str) -> anyhow::Result<Pid> {
+fn find_thread_by_prefix(prefix: &str) -> anyhow::Result<Pid> {
     for entry in fs::read_dir("/proc").context("/proc")?.flatten() {
         let Some(number) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
         let name = fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
@@ -123,9 +126,10 @@ fn process_named(prefix: &str) -> anyhow::Result<Pid> {
 
 /// Returns the number of frames that a device in the calling thread's network namespace has received.
 fn received_frames(device: &str) -> anyhow::Result<u64> {
-    let text = fs::read_to_string("/proc/thread-self/net/dev").context("/proc/thread-self/net/dev")?;
-    let numbers = text.lines().find_map(|line| line.trim_start().strip_prefix(device)?.strip_prefix(':'));
+    let device_statistics = fs::read_to_string("/proc/thread-self/net/dev").context("/proc/thread-self/net/dev")?;
+    let device_columns =
+        device_statistics.lines().find_map(|line| line.trim_start().strip_prefix(device)?.strip_prefix(':'));
     // Received bytes, then received packets.
-    let packets = numbers.and_then(|numbers| numbers.split_whitespace().nth(1)?.parse().ok());
-    packets.with_context(|| format!("/proc/thread-self/net/dev: no packets of {device}"))
+    let packet_count = device_columns.and_then(|numbers| numbers.split_whitespace().nth(1)?.parse().ok());
+    packet_count.with_context(|| format!("/proc/thread-self/net/dev: no packets of {device}"))
 }

@@ -10,12 +10,12 @@ use crate::figure::scenario::Scenario;
 use crate::figure::write::write_atomically;
 use crate::figure::{draw, page};
 
-pub struct Directory {
+pub struct OutputDirectory {
     path: PathBuf,
     paper_figures: Vec<EmbeddedScenario>,
 }
 
-impl Directory {
+impl OutputDirectory {
     /// Opens the directory, and creates it if necessary. Fails when it cannot be created; the error names its path.
     pub fn open(path: &Path, paper_figures: Vec<EmbeddedScenario>) -> anyhow::Result<Self> {
         std::fs::create_dir_all(path).with_context(|| format!("cannot create the directory {}", path.display()))?;
@@ -35,38 +35,42 @@ impl Directory {
         &self,
         result: &FigureResult,
         scenario: &Scenario,
-        all: &[(FigureResult, Scenario)],
+        all_figures: &[(FigureResult, Scenario)],
     ) -> anyhow::Result<()> {
         let name = &result.name;
         let json = serde_json::to_string_pretty(result).expect("results have string keys only") + "\n";
-        write_atomically(&self.path, &format!("{name}.csv"), &result.table.csv())?;
+        write_atomically(&self.path, &format!("{name}.csv"), &result.table.to_csv())?;
         write_atomically(&self.path, &format!("{name}.svg"), &draw::render_svg(scenario, &result.table))?;
         write_atomically(&self.path, &format!("{name}.json"), &json)?;
-        write_atomically(&self.path, "index.html", &page::render_page(&self.with_earlier_figures(all)))
+        write_atomically(&self.path, "index.html", &page::render_page(&self.with_earlier_figures(all_figures)))
     }
 
     /// Returns the figures of this run, and those of papers that an earlier run of this version has stored, in the
     /// papers' order. A user's own scenarios are last.
-    fn with_earlier_figures(&self, made: &[(FigureResult, Scenario)]) -> Vec<(FigureResult, Scenario)> {
-        let made_named = |name: &str| made.iter().find(|(result, _)| result.name == name).cloned();
-        let of_papers = self.paper_figures.iter().filter_map(|figure| {
-            let earlier = || Some((self.load_stored(figure.name, &figure.provenance())?, figure.scenario().ok()?));
-            made_named(figure.name).or_else(earlier)
+    fn with_earlier_figures(&self, made_figures: &[(FigureResult, Scenario)]) -> Vec<(FigureResult, Scenario)> {
+        let find_made_figure = |name: &str| made_figures.iter().find(|(result, _)| result.name == name).cloned();
+        let paper_results = self.paper_figures.iter().filter_map(|figure| {
+            let load_earlier =
+                || Some((self.load_stored(figure.name, &figure.provenance())?, figure.parse_scenario().ok()?));
+            find_made_figure(figure.name).or_else(load_earlier)
         });
-        let own = made.iter().filter(|(result, _)| !self.paper_figures.iter().any(|figure| figure.name == result.name));
-        of_papers.chain(own.cloned()).collect()
+        let own_scenarios = made_figures
+            .iter()
+            .filter(|(result, _)| !self.paper_figures.iter().any(|figure| figure.name == result.name));
+        paper_results.chain(own_scenarios.cloned()).collect()
     }
 
     /// Returns the last line of a run: the numbers of figures and of claims that hold or do not, and the page's path.
     pub fn summary(&self, figures: &[(FigureResult, Scenario)]) -> String {
-        let claims: usize = figures.iter().map(|(result, _)| result.claims.len()).sum();
-        let holding: usize = figures.iter().map(|(result, _)| result.holding_claim_count()).sum();
-        let failing = claims - holding;
-        let path = self.path.join("index.html");
+        let claim_count: usize = figures.iter().map(|(result, _)| result.claims.len()).sum();
+        let holding_count: usize = figures.iter().map(|(result, _)| result.holding_claim_count()).sum();
+        let failing_count = claim_count - holding_count;
+        let page_path = self.path.join("index.html");
         format!(
-            "figures: {}; statements: {claims}, of which {holding} hold and {failing} do not hold here; {}\n",
+            "figures: {}; statements: {claim_count}, of which {holding_count} hold and {failing_count} do not hold \
+             here; {}\n",
             figures.len(),
-            path.display()
+            page_path.display()
         )
     }
 }

@@ -27,8 +27,8 @@ pub struct Overrides {
 }
 
 fn parse_seconds(text: &str) -> Result<f64, String> {
-    let number = text.parse().ok().filter(|seconds| (0.1..=3600.0).contains(seconds));
-    number.ok_or_else(|| "expected a number from 0.1 to 3600".to_owned())
+    let valid_seconds = text.parse().ok().filter(|seconds| (0.1..=3600.0).contains(seconds));
+    valid_seconds.ok_or_else(|| "expected a number from 0.1 to 3600".to_owned())
 }
 
 impl Overrides {
@@ -37,20 +37,20 @@ impl Overrides {
     }
 
     /// Returns the series' labels as one quoted argument, because labels may contain spaces and parentheses.
-    fn quoted_series(&self) -> Vec<String> {
+    fn quoted_series_labels(&self) -> Vec<String> {
         if self.series.is_empty() { Vec::new() } else { vec![format!("'{}'", self.series.join(","))] }
     }
 
     /// Returns the overrides as command-line options, for the command that reproduces the figure.
-    pub fn as_options(&self) -> String {
-        let list = |name: &str, items: Vec<String>| {
+    pub fn to_command_line_options(&self) -> String {
+        let format_option = |name: &str, items: Vec<String>| {
             if items.is_empty() { String::new() } else { format!(" --{name} {}", items.join(",")) }
         };
         [
-            list("runs", self.runs.iter().map(u64::to_string).collect()),
-            list("seconds", self.seconds.iter().map(f64::to_string).collect()),
-            list("series", self.quoted_series()),
-            list("points", self.points.iter().map(f64::to_string).collect()),
+            format_option("runs", self.runs.iter().map(u64::to_string).collect()),
+            format_option("seconds", self.seconds.iter().map(f64::to_string).collect()),
+            format_option("series", self.quoted_series_labels()),
+            format_option("points", self.points.iter().map(f64::to_string).collect()),
         ]
         .concat()
     }
@@ -71,32 +71,33 @@ impl Overrides {
         if let Some(runs) = self.runs {
             scenario.seeds = Spanned::new(scenario.seeds.span(), runs);
         }
-        self.keep_points(scenario)?;
-        self.keep_series(scenario)?;
-        let whole = scenario.clone();
-        scenario.claim.retain(|claim| whole.can_judge(claim));
+        self.retain_points(scenario)?;
+        self.retain_series(scenario)?;
+        let reduced_scenario = scenario.clone();
+        scenario.claim.retain(|claim| reduced_scenario.can_judge(claim));
         Ok(())
     }
 
-    fn keep_points(&self, scenario: &mut Scenario) -> anyhow::Result<()> {
-        let scaled = |scale: f64| self.points.iter().map(move |point| point / scale);
+    fn retain_points(&self, scenario: &mut Scenario) -> anyhow::Result<()> {
+        let unscaled_points = |scale: f64| self.points.iter().map(move |point| point / scale);
         for point in &self.points {
             let mut sweeps = scenario.panel.iter().filter_map(|panel| panel.x.as_ref());
-            let known = sweeps.any(|sweep| sweep.values.iter().any(|value| is_same_point(value * sweep.scale, *point)));
-            ensure!(known, "--points {point}: expected points of the figure's horizontal axes");
+            let is_known =
+                sweeps.any(|sweep| sweep.values.iter().any(|value| is_same_point(value * sweep.scale, *point)));
+            ensure!(is_known, "--points {point}: expected points of the figure's horizontal axes");
         }
         if self.points.is_empty() {
             return Ok(());
         }
         for sweep in scenario.panel.iter_mut().filter_map(|panel| panel.x.as_mut()) {
             let scale = sweep.scale;
-            sweep.values.retain(|value| scaled(scale).any(|point| is_same_point(*value, point)));
+            sweep.values.retain(|value| unscaled_points(scale).any(|point| is_same_point(*value, point)));
         }
         scenario.panel.retain(|panel| panel.x.as_ref().is_none_or(|sweep| !sweep.values.is_empty()));
         Ok(())
     }
 
-    fn keep_series(&self, scenario: &mut Scenario) -> anyhow::Result<()> {
+    fn retain_series(&self, scenario: &mut Scenario) -> anyhow::Result<()> {
         if self.series.is_empty() {
             return Ok(());
         }
@@ -127,7 +128,7 @@ mod tests {
 
     use super::*;
 
-    const LIVE_AND_SIMULATED: &str = include_str!("../../../tests/integration/beside-live.toml");
+    const LIVE_AND_SIMULATED_TOML: &str = include_str!("../../../tests/integration/beside-live.toml");
 
     #[derive(clap::Parser)]
     struct Cli {
@@ -141,38 +142,38 @@ mod tests {
         overrides: Overrides,
     }
 
-    fn applied(arguments: &[&str]) -> anyhow::Result<(Scenario, String)> {
+    fn apply_overrides(arguments: &[&str]) -> anyhow::Result<(Scenario, String)> {
         let overrides = Cli::parse_from(["figure"].iter().chain(arguments)).overrides;
-        let mut scenario = Scenario::parse("s.toml", LIVE_AND_SIMULATED)?;
+        let mut scenario = Scenario::parse("s.toml", LIVE_AND_SIMULATED_TOML)?;
         overrides.apply(&mut scenario)?;
-        Ok((scenario, overrides.as_options()))
+        Ok((scenario, overrides.to_command_line_options()))
     }
 
-    fn claims(scenario: &Scenario) -> Vec<&str> {
+    fn claim_statements(scenario: &Scenario) -> Vec<&str> {
         scenario.claim.iter().map(|claim| claim.statement.get_ref().as_str()).collect()
     }
 
     #[test]
-    fn omitted_series_omits_its_assertions() {
-        let (scenario, words) = applied(&["--runs", "1", "--seconds", "0.5", "--points", "40"]).unwrap();
+    fn claims_about_omitted_series_and_points_are_removed() {
+        let (scenario, words) = apply_overrides(&["--runs", "1", "--seconds", "0.5", "--points", "40"]).unwrap();
         assert_eq!((*scenario.seeds.get_ref(), scenario.live.as_ref().unwrap().seconds), (1, Some(0.5)));
         assert_eq!(scenario.panel[0].x.as_ref().unwrap().values, [0.4]);
-        assert_eq!(claims(&scenario), ["at 40"]);
+        assert_eq!(claim_statements(&scenario), ["at 40"]);
         assert_eq!(words, " --runs 1 --seconds 0.5 --points 40");
-        let (scenario, words) = applied(&["--series", "jsq"]).unwrap();
-        assert_eq!((scenario.series.len(), claims(&scenario)), (1, vec!["at 80"]));
+        let (scenario, words) = apply_overrides(&["--series", "jsq"]).unwrap();
+        assert_eq!((scenario.series.len(), claim_statements(&scenario)), (1, vec!["at 80"]));
         assert_eq!(words, " --series 'jsq'");
-        let (scenario, words) = applied(&[]).unwrap();
-        assert_eq!((claims(&scenario).len(), words.as_str()), (2, ""));
+        let (scenario, words) = apply_overrides(&[]).unwrap();
+        assert_eq!((claim_statements(&scenario).len(), words.as_str()), (2, ""));
     }
 
     #[test]
     fn invalid_overrides_are_rejected() {
-        let error = |arguments: &[&str]| applied(arguments).unwrap_err().to_string();
-        assert_eq!(error(&["--points", "50"]), "--points 50: expected points of the figure's horizontal axes");
-        assert!(error(&["--series", "jsk"]).contains("did you mean jsq"));
-        let mut simulated = crate::figure::library::all_figures()[0].scenario().unwrap();
+        let override_error = |arguments: &[&str]| apply_overrides(arguments).unwrap_err().to_string();
+        assert_eq!(override_error(&["--points", "50"]), "--points 50: expected points of the figure's horizontal axes");
+        assert!(override_error(&["--series", "jsk"]).contains("did you mean jsq"));
+        let mut simulated_scenario = crate::figure::library::all_figures()[0].parse_scenario().unwrap();
         let overrides = Cli::parse_from(["figure", "--runs", "1"]).overrides;
-        assert!(overrides.apply(&mut simulated).unwrap_err().to_string().contains("expected a live figure"));
+        assert!(overrides.apply(&mut simulated_scenario).unwrap_err().to_string().contains("expected a live figure"));
     }
 }

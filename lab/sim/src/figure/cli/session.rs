@@ -7,7 +7,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use parking_lot::{Mutex, MutexGuard};
 
 use super::RequestedFigure;
-use crate::figure::live::{LiveFigure, Progress};
+use crate::figure::live::{LiveFigure, ProgressCallback};
 use crate::figure::result::FigureResult;
 use crate::figure::scenario::Scenario;
 use crate::figure::table::FigureTable;
@@ -21,7 +21,7 @@ const INTERRUPT_EXIT_CODE: i32 = 130;
 struct SessionState {
     /// Interrupts the running measurement, which then cleans up. Without this function a signal ends the process at
     /// once.
-    interrupt: Option<fn()>,
+    interrupt_measurement: Option<fn()>,
     is_interrupted: bool,
 }
 
@@ -30,7 +30,7 @@ pub struct Session {
     state: Arc<Mutex<SessionState>>,
 }
 
-fn lock(state: &Mutex<SessionState>) -> MutexGuard<'_, SessionState> {
+fn lock_state(state: &Mutex<SessionState>) -> MutexGuard<'_, SessionState> {
     state.lock()
 }
 
@@ -39,11 +39,11 @@ impl Session {
     /// measurement only after its cleanup. Fails when signals cannot be handled.
     pub fn begin() -> anyhow::Result<Self> {
         let state = Arc::new(Mutex::new(SessionState::default()));
-        let shared = Arc::clone(&state);
+        let handler_state = Arc::clone(&state);
         ctrlc::set_handler(move || {
-            let mut state = lock(&shared);
+            let mut state = lock_state(&handler_state);
             state.is_interrupted = true;
-            match state.interrupt {
+            match state.interrupt_measurement {
                 Some(interrupt) => interrupt(),
                 None => std::process::exit(INTERRUPT_EXIT_CODE),
             }
@@ -53,35 +53,40 @@ impl Session {
 
     /// Simulates or measures a figure and checks its claims. Fails when the simulation or measurement fails.
     pub fn run(&self, figure: &RequestedFigure) -> anyhow::Result<FigureResult> {
-        let began = Instant::now();
-        let bar = ProgressBar::new(0).with_prefix(figure.name.clone());
+        let start = Instant::now();
+        let progress_bar = ProgressBar::new(0).with_prefix(figure.name.clone());
         // The template is constant and valid.
-        let style = ProgressStyle::with_template("{prefix:24} {wide_bar} {pos}/{len} runs {elapsed}");
-        bar.set_style(style.expect("the template is right"));
-        bar.enable_steady_tick(Duration::from_millis(200));
-        let progress = |done: usize, of: usize| {
-            bar.set_length(of as u64);
-            bar.set_position(done as u64);
+        let bar_style = ProgressStyle::with_template("{prefix:24} {wide_bar} {pos}/{len} runs {elapsed}");
+        progress_bar.set_style(bar_style.expect("the template is right"));
+        progress_bar.enable_steady_tick(Duration::from_millis(200));
+        let report_progress = |done: usize, of: usize| {
+            progress_bar.set_length(of as u64);
+            progress_bar.set_position(done as u64);
         };
-        let (table, provenance) = match &figure.live {
-            None => (run::run(&figure.scenario, &progress), figure.provenance.clone()),
+        let (table, provenance) = match &figure.live_figure {
+            None => (run::run(&figure.scenario, &report_progress), figure.provenance.clone()),
             Some(live) => (
-                self.measure(live, &figure.scenario, &progress),
+                self.measure(live, &figure.scenario, &report_progress),
                 figure.provenance.clone().with_machine(live::describe_machine()),
             ),
         };
-        bar.finish_and_clear();
+        progress_bar.finish_and_clear();
         let result = FigureResult::new(&figure.name, provenance, &figure.scenario, table?);
-        eprintln!("{}: {:.1} s", figure.name, began.elapsed().as_secs_f64());
+        eprintln!("{}: {:.1} s", figure.name, start.elapsed().as_secs_f64());
         Ok(result)
     }
 
     /// Measures a live figure. After a signal, the process ends as soon as the measurement has cleaned up.
-    fn measure(&self, live: &LiveFigure, scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<FigureTable> {
-        lock(&self.state).interrupt = live.interrupt;
+    fn measure(
+        &self,
+        live: &LiveFigure,
+        scenario: &Scenario,
+        progress: ProgressCallback<'_>,
+    ) -> anyhow::Result<FigureTable> {
+        lock_state(&self.state).interrupt_measurement = live.interrupt_measurement;
         let table = live.measure_table(scenario, progress);
-        let mut state = lock(&self.state);
-        state.interrupt = None;
+        let mut state = lock_state(&self.state);
+        state.interrupt_measurement = None;
         if state.is_interrupted {
             std::process::exit(INTERRUPT_EXIT_CODE);
         }
@@ -90,7 +95,7 @@ impl Session {
 
     /// Writes the files of a figure; a signal takes effect only after the last one.
     pub fn without_interruption(&self, write: impl FnOnce() -> anyhow::Result<()>) -> anyhow::Result<()> {
-        let _state = lock(&self.state);
+        let _state = lock_state(&self.state);
         write()
     }
 }

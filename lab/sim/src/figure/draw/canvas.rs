@@ -7,7 +7,7 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 use super::style::MarkerShape;
 
 /// Area of an SVG picture in which shapes are drawn at pixel positions.
-pub type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+pub type SvgArea<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 /// Result of drawing. Drawing into a string fails only for an impossible shape, which would be a bug.
 pub type DrawResult = Result<(), DrawingAreaErrorKind<std::io::Error>>;
 
@@ -30,44 +30,57 @@ pub enum Anchor {
 }
 
 /// Writes `text` with a font of `size_px` pixels, so that its anchor is at `position`.
-pub fn draw_text(area: &Area<'_>, text: &str, at: (i32, i32), size: u32, colour: RGBColor, hold: Anchor) -> DrawResult {
-    let pos = match hold {
+pub fn draw_text(
+    area: &SvgArea<'_>,
+    text: &str,
+    position: (i32, i32),
+    size_px: u32,
+    colour: RGBColor,
+    anchor: Anchor,
+) -> DrawResult {
+    let alignment = match anchor {
         Anchor::Left => Pos::new(HPos::Left, VPos::Center),
         Anchor::Top => Pos::new(HPos::Center, VPos::Top),
         Anchor::Bottom => Pos::new(HPos::Center, VPos::Bottom),
         Anchor::Right => Pos::new(HPos::Right, VPos::Center),
         Anchor::Upwards => Pos::new(HPos::Center, VPos::Center),
     };
-    let font = ("sans-serif", size).into_font();
-    let font = if hold == Anchor::Upwards { font.transform(FontTransform::Rotate270) } else { font };
-    let style = TextStyle::from(font).color(&colour).pos(pos);
-    area.draw(&Text::new(text.to_owned(), at, style))
+    let font = ("sans-serif", size_px).into_font();
+    let font = if anchor == Anchor::Upwards { font.transform(FontTransform::Rotate270) } else { font };
+    let style = TextStyle::from(font).color(&colour).pos(alignment);
+    area.draw(&Text::new(text.to_owned(), position, style))
 }
 
-pub fn draw_line(area: &Area<'_>, points: Vec<(i32, i32)>, style: ShapeStyle) -> DrawResult {
+pub fn draw_line(area: &SvgArea<'_>, points: Vec<(i32, i32)>, style: ShapeStyle) -> DrawResult {
     area.draw(&PathElement::new(points, style))
 }
 
-pub fn draw_dashed_line(area: &Area<'_>, points: &[(i32, i32)], style: ShapeStyle) -> DrawResult {
+pub fn draw_dashed_line(area: &SvgArea<'_>, points: &[(i32, i32)], style: ShapeStyle) -> DrawResult {
     area.draw(&plotters::element::DashedPathElement::new(points.to_vec(), 6, 4, style))
 }
 
 /// Draws a marker at `centre`: filled, or open (white inside).
-pub fn draw_marker(area: &Area<'_>, at: (i32, i32), shape: MarkerShape, colour: RGBColor, open: bool) -> DrawResult {
-    let inside = if open { WHITE } else { colour };
+pub fn draw_marker(
+    area: &SvgArea<'_>,
+    centre: (i32, i32),
+    shape: MarkerShape,
+    colour: RGBColor,
+    is_open: bool,
+) -> DrawResult {
+    let fill_colour = if is_open { WHITE } else { colour };
     let corners: Vec<(i32, i32)> =
-        shape.corners(MARKER_RADIUS_PX).into_iter().map(|(x, y)| (at.0 + x, at.1 + y)).collect();
+        shape.corners(MARKER_RADIUS_PX).into_iter().map(|(x, y)| (centre.0 + x, centre.1 + y)).collect();
     if corners.is_empty() {
-        area.draw(&Circle::new(at, MARKER_RADIUS_PX, inside.filled()))?;
-        return area.draw(&Circle::new(at, MARKER_RADIUS_PX, colour.stroke_width(2)));
+        area.draw(&Circle::new(centre, MARKER_RADIUS_PX, fill_colour.filled()))?;
+        return area.draw(&Circle::new(centre, MARKER_RADIUS_PX, colour.stroke_width(2)));
     }
-    area.draw(&Polygon::new(corners.clone(), inside.filled()))?;
-    let closed = corners.iter().chain(corners.first()).copied().collect();
-    draw_line(area, closed, colour.stroke_width(2))
+    area.draw(&Polygon::new(corners.clone(), fill_colour.filled()))?;
+    let outline = corners.iter().chain(corners.first()).copied().collect();
+    draw_line(area, outline, colour.stroke_width(2))
 }
 
 /// Draws a vertical line with caps from the lowest to the highest value of all seeds.
-pub fn draw_whisker(area: &Area<'_>, x: i32, low: i32, high: i32, colour: RGBColor) -> DrawResult {
+pub fn draw_whisker(area: &SvgArea<'_>, x: i32, low: i32, high: i32, colour: RGBColor) -> DrawResult {
     if low == high {
         return Ok(());
     }

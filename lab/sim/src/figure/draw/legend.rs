@@ -2,8 +2,8 @@
 
 use plotters::style::Color;
 
-use super::canvas::{Anchor, Area, DrawResult, draw_dashed_line, draw_line, draw_marker, draw_text};
-use super::style::{self, SMALL_SIZE, TEXT_SIZE};
+use super::canvas::{Anchor, DrawResult, SvgArea, draw_dashed_line, draw_line, draw_marker, draw_text};
+use super::style::{self, SMALL_FONT_SIZE, TEXT_FONT_SIZE};
 use crate::figure::scenario::Scenario;
 use crate::figure::table::FigureTable;
 
@@ -17,7 +17,7 @@ pub struct Legend {
     /// For each entry, the index of its series, its label and its position.
     entries: Vec<(usize, String, (i32, i32))>,
     /// [`Scenario::series_style`] of each series.
-    styles: Vec<(usize, bool)>,
+    series_styles: Vec<(usize, bool)>,
     /// Lines of the remark below the entries.
     remark_lines: Vec<String>,
     row_count: i32,
@@ -25,22 +25,22 @@ pub struct Legend {
 
 impl Legend {
     /// Computes the legend of all series in the panels, in rows of `width` pixels.
-    pub fn of(scenario: &Scenario, table: &FigureTable, width: i32) -> Self {
+    pub fn new(scenario: &Scenario, table: &FigureTable, width: i32) -> Self {
         let (mut x, mut row, mut entries) = (0, 0, Vec::new());
         for (index, series) in scenario.series.iter().enumerate() {
             let label = series.label.get_ref().clone();
-            let wide = SAMPLE_WIDTH_PX + style::text_width(&label, TEXT_SIZE);
-            if x > 0 && x + wide > width {
+            let entry_width = SAMPLE_WIDTH_PX + style::text_width(&label, TEXT_FONT_SIZE);
+            if x > 0 && x + entry_width > width {
                 (x, row) = (0, row + 1);
             }
             entries.push((index, label, (x, row * ROW_HEIGHT_PX)));
-            x += wide + ENTRY_SPACING_PX;
+            x += entry_width + ENTRY_SPACING_PX;
         }
-        let styles = (0..scenario.series.len()).map(|index| scenario.series_style(index)).collect();
+        let series_styles = (0..scenario.series.len()).map(|index| scenario.series_style(index)).collect();
         Self {
             entries,
-            styles,
-            remark_lines: style::wrap_text(&remark(scenario, table), SMALL_SIZE, width),
+            series_styles,
+            remark_lines: style::wrap_text(&marker_explanation(scenario, table), SMALL_FONT_SIZE, width),
             row_count: row + 1,
         }
     }
@@ -51,10 +51,10 @@ impl Legend {
     }
 
     /// Draws the legend with its top left corner at `origin`.
-    pub fn draw(&self, area: &Area<'_>, origin: (i32, i32)) -> DrawResult {
+    pub fn draw(&self, area: &SvgArea<'_>, origin: (i32, i32)) -> DrawResult {
         for (index, label, place) in &self.entries {
             let (x, y) = (origin.0 + place.0, origin.1 + place.1 + ROW_HEIGHT_PX / 2);
-            let (like, open) = self.styles[*index];
+            let (like, open) = self.series_styles[*index];
             let colour = style::series_colour(like);
             if open {
                 draw_dashed_line(area, &[(x, y), (x + SAMPLE_WIDTH_PX - 8, y)], colour.stroke_width(1))?;
@@ -62,17 +62,17 @@ impl Legend {
                 draw_line(area, vec![(x, y), (x + SAMPLE_WIDTH_PX - 8, y)], colour.stroke_width(2))?;
             }
             draw_marker(area, (x + (SAMPLE_WIDTH_PX - 8) / 2, y), style::series_shape(like), colour, open)?;
-            draw_text(area, label, (x + SAMPLE_WIDTH_PX, y), TEXT_SIZE, style::TEXT_COLOUR, Anchor::Left)?;
+            draw_text(area, label, (x + SAMPLE_WIDTH_PX, y), TEXT_FONT_SIZE, style::TEXT_COLOUR, Anchor::Left)?;
         }
         for (index, remark) in self.remark_lines.iter().enumerate() {
             let y = origin.1 + (self.row_count + index as i32) * ROW_HEIGHT_PX + ROW_HEIGHT_PX / 2;
-            draw_text(area, remark, (origin.0, y), SMALL_SIZE, style::MARK, Anchor::Left)?;
+            draw_text(area, remark, (origin.0, y), SMALL_FONT_SIZE, style::MARK_COLOUR, Anchor::Left)?;
         }
         Ok(())
     }
 }
 
-fn remark(scenario: &Scenario, table: &FigureTable) -> String {
+fn marker_explanation(scenario: &Scenario, table: &FigureTable) -> String {
     let (verb, singular, plural) =
         if scenario.live.is_some() { ("measured", "run", "runs") } else { ("simulated", "seed", "seeds") };
     let mut remark = match table.seeds {
@@ -85,8 +85,8 @@ fn remark(scenario: &Scenario, table: &FigureTable) -> String {
     if table.panels.iter().flat_map(|panel| &panel.curves).any(|curve| !curve.published.is_empty()) {
         remark += "; open, dashed: published";
     }
-    let logarithmic = scenario.panel.iter().zip(&table.panels).filter(|(panel, _)| panel.y.log);
-    let mut cells = logarithmic.flat_map(|(_, numbers)| &numbers.curves).flat_map(|curve| &curve.cells);
+    let logarithmic_panels = scenario.panel.iter().zip(&table.panels).filter(|(panel, _)| panel.y.log);
+    let mut cells = logarithmic_panels.flat_map(|(_, numbers)| &numbers.curves).flat_map(|curve| &curve.cells);
     if cells.any(|cell| cell.spread.median <= 0.0) {
         remark += "; a logarithmic axis does not show zeros: see the table";
     }

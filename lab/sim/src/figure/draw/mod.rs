@@ -11,7 +11,7 @@ use plotters::prelude::*;
 
 use super::scenario::Scenario;
 use super::table::FigureTable;
-use canvas::{Anchor, Area, DrawResult, draw_text};
+use canvas::{Anchor, DrawResult, SvgArea, draw_text};
 
 const PANEL_SIZE_PX: (i32, i32) = (520, 390);
 const SINGLE_PANEL_SIZE_PX: (i32, i32) = (900, 460);
@@ -21,16 +21,17 @@ const MARGIN_PX: i32 = 14;
 
 pub fn render_svg(scenario: &Scenario, table: &FigureTable) -> String {
     let (width, title) = title_layout(scenario);
-    let panel = if scenario.panel.len() == 1 { SINGLE_PANEL_SIZE_PX } else { PANEL_SIZE_PX };
-    let rows = scenario.panel.len().div_ceil(PANEL_COLUMNS) as i32;
-    let legend = legend::Legend::of(scenario, table, width - 2 * MARGIN_PX);
-    let title_height = title.len() as i32 * (style::TITLE_SIZE as i32 + 5) + MARGIN_PX;
-    let height = title_height + rows * panel.1 + legend.height() + MARGIN_PX;
+    let panel_size = if scenario.panel.len() == 1 { SINGLE_PANEL_SIZE_PX } else { PANEL_SIZE_PX };
+    let row_count = scenario.panel.len().div_ceil(PANEL_COLUMNS) as i32;
+    let legend = legend::Legend::new(scenario, table, width - 2 * MARGIN_PX);
+    let title_height = title.len() as i32 * (style::TITLE_FONT_SIZE as i32 + 5) + MARGIN_PX;
+    let height = title_height + row_count * panel_size.1 + legend.height() + MARGIN_PX;
     let mut svg = String::new();
     {
         let area = SVGBackend::with_string(&mut svg, (width as u32, height as u32)).into_drawing_area();
         // Drawing into a string fails only after a wrong computation here; tests draw every scenario.
-        draw(&area, scenario, table, &title, title_height, panel, &legend).expect("an SVG is drawn into memory");
+        draw_figure(&area, scenario, table, &title, title_height, panel_size, &legend)
+            .expect("an SVG is drawn into memory");
     }
     svg
 }
@@ -41,30 +42,30 @@ fn title_layout(scenario: &Scenario) -> (i32, Vec<String>) {
         1 => SINGLE_PANEL_SIZE_PX.0,
         several => PANEL_SIZE_PX.0 * several.min(PANEL_COLUMNS) as i32,
     };
-    (width, style::balance_lines(&scenario.title, style::TITLE_SIZE, width - 2 * MARGIN_PX))
+    (width, style::balance_lines(&scenario.title, style::TITLE_FONT_SIZE, width - 2 * MARGIN_PX))
 }
 
-fn draw(
-    area: &Area<'_>,
+fn draw_figure(
+    area: &SvgArea<'_>,
     scenario: &Scenario,
     table: &FigureTable,
     title: &[String],
     title_height: i32,
-    size: (i32, i32),
+    panel_size: (i32, i32),
     legend: &legend::Legend,
 ) -> DrawResult {
     area.fill(&WHITE)?;
-    let middle = area.dim_in_pixel().0 as i32 / 2;
+    let middle_x = area.dim_in_pixel().0 as i32 / 2;
     for (index, line) in title.iter().enumerate() {
-        let y = MARGIN_PX + index as i32 * (style::TITLE_SIZE as i32 + 5);
-        draw_text(area, line, (middle, y), style::TITLE_SIZE, style::TEXT_COLOUR, Anchor::Top)?;
+        let y = MARGIN_PX + index as i32 * (style::TITLE_FONT_SIZE as i32 + 5);
+        draw_text(area, line, (middle_x, y), style::TITLE_FONT_SIZE, style::TEXT_COLOUR, Anchor::Top)?;
     }
     for (index, (panel, numbers)) in scenario.panel.iter().zip(&table.panels).enumerate() {
         let (column, row) = ((index % PANEL_COLUMNS) as i32, (index / PANEL_COLUMNS) as i32);
-        let origin = (column * size.0, title_height + row * size.1);
-        panel::PanelFrame::new(scenario, panel, numbers, origin, size).draw(area)?;
+        let origin = (column * panel_size.0, title_height + row * panel_size.1);
+        panel::PanelFrame::new(scenario, panel, numbers, origin, panel_size).draw(area)?;
     }
-    let rows = scenario.panel.len().div_ceil(PANEL_COLUMNS) as i32;
-    legend.draw(area, (MARGIN_PX, title_height + rows * size.1))?;
+    let row_count = scenario.panel.len().div_ceil(PANEL_COLUMNS) as i32;
+    legend.draw(area, (MARGIN_PX, title_height + row_count * panel_size.1))?;
     area.present()
 }

@@ -2,9 +2,11 @@
 
 use plotters::prelude::*;
 
-use super::canvas::{Anchor, Area, DrawResult, draw_dashed_line, draw_line, draw_marker, draw_text, draw_whisker};
+use super::canvas::{Anchor, DrawResult, SvgArea, draw_dashed_line, draw_line, draw_marker, draw_text, draw_whisker};
 use super::scale::AxisScale;
-use super::style::{self, GRID, MARK, SMALL_SIZE, TEXT_COLOUR, TEXT_SIZE, series_colour, series_shape};
+use super::style::{
+    self, GRID_COLOUR, MARK_COLOUR, SMALL_FONT_SIZE, TEXT_COLOUR, TEXT_FONT_SIZE, series_colour, series_shape,
+};
 use crate::figure::scenario::{Panel, PlotType, Scenario};
 use crate::figure::table::{Cell, Curve, PanelTable, PublishedCell, format_number};
 
@@ -28,9 +30,9 @@ pub struct PanelFrame<'a> {
     panel: &'a Panel,
     panel_table: &'a PanelTable,
     /// For each curve, the index of the series whose colour and shape it uses, and whether it is drawn open.
-    styles: Vec<(usize, bool)>,
-    x: AxisScale,
-    y: AxisScale,
+    curve_styles: Vec<(usize, bool)>,
+    x_scale: AxisScale,
+    y_scale: AxisScale,
     /// Left, top, right and bottom edge of the data area (pixels).
     data_area: (i32, i32, i32, i32),
     origin: (i32, i32),
@@ -45,38 +47,47 @@ impl<'a> PanelFrame<'a> {
         origin: (i32, i32),
         size: (i32, i32),
     ) -> Self {
-        let styles = panel_table.curves.iter().map(|curve| {
-            let same = |series: &crate::figure::scenario::Series| *series.label.get_ref() == curve.label;
-            scenario.series_style(scenario.series.iter().position(same).unwrap_or(0))
+        let curve_styles = panel_table.curves.iter().map(|curve| {
+            let has_curve_label = |series: &crate::figure::scenario::Series| *series.label.get_ref() == curve.label;
+            scenario.series_style(scenario.series.iter().position(has_curve_label).unwrap_or(0))
         });
         let (top, bottom) = (origin.1 + TOP_MARGIN_PX, origin.1 + size.1 - BOTTOM_MARGIN_PX);
-        let marks = panel.mark.iter().map(|mark| mark.y);
-        let heights: Vec<f64> = panel_table.curves.iter().flat_map(heights).chain(marks).collect();
-        let y = AxisScale::new(&heights, panel.y.range, panel.y.log, true, (bottom, top));
-        let y = if panel.draw == PlotType::Bars && panel.y.range.is_none() {
-            y.extended_by(BAR_HEADROOM_FRACTION)
+        let mark_heights = panel.mark.iter().map(|mark| mark.y);
+        let y_values: Vec<f64> = panel_table.curves.iter().flat_map(axis_y_values).chain(mark_heights).collect();
+        let y_scale = AxisScale::new(&y_values, panel.y.range, panel.y.log, true, (bottom, top));
+        let y_scale = if panel.draw == PlotType::Bars && panel.y.range.is_none() {
+            y_scale.extended_by(BAR_HEADROOM_FRACTION)
         } else {
-            y
+            y_scale
         };
-        let widest = y.ticks().iter().map(|(_, label)| style::text_width(label, SMALL_SIZE)).max().unwrap_or(0);
-        let names = if panel.mark.is_empty() { RIGHT_MARGIN_PX } else { MARK_RIGHT_MARGIN_PX };
-        let (left, right) = (origin.0 + Y_LABEL_OFFSET_PX + 20 + widest, origin.0 + size.0 - names);
+        let widest_label =
+            y_scale.ticks().iter().map(|(_, label)| style::text_width(label, SMALL_FONT_SIZE)).max().unwrap_or(0);
+        let right_margin = if panel.mark.is_empty() { RIGHT_MARGIN_PX } else { MARK_RIGHT_MARGIN_PX };
+        let (left, right) = (origin.0 + Y_LABEL_OFFSET_PX + 20 + widest_label, origin.0 + size.0 - right_margin);
         let x_values: Vec<f64> = panel_table.curves.iter().flat_map(x_values).collect();
-        let x_log = panel.x.as_ref().is_some_and(|sweep| sweep.log);
-        let x = match panel.draw {
-            PlotType::Lines => AxisScale::new(&x_values, None, x_log, false, (left, right)),
+        let is_x_logarithmic = panel.x.as_ref().is_some_and(|sweep| sweep.log);
+        let x_scale = match panel.draw {
+            PlotType::Lines => AxisScale::new(&x_values, None, is_x_logarithmic, false, (left, right)),
             PlotType::Bars => {
                 AxisScale::new(&[], Some([0.0, bar_x_values(panel_table).len() as f64]), false, true, (left, right))
             }
         };
-        Self { panel, panel_table, styles: styles.collect(), x, y, data_area: (left, top, right, bottom), origin }
+        Self {
+            panel,
+            panel_table,
+            curve_styles: curve_styles.collect(),
+            x_scale,
+            y_scale,
+            data_area: (left, top, right, bottom),
+            origin,
+        }
     }
 
-    pub fn draw(&self, area: &Area<'_>) -> DrawResult {
+    pub fn draw(&self, area: &SvgArea<'_>) -> DrawResult {
         self.draw_axes(area)?;
         match self.panel.draw {
             PlotType::Lines => {
-                for (curve, (index, open)) in self.panel_table.curves.iter().zip(&self.styles) {
+                for (curve, (index, open)) in self.panel_table.curves.iter().zip(&self.curve_styles) {
                     self.draw_published(area, &curve.published, *index)?;
                     self.draw_curve(area, &curve.cells, *index, *open)?;
                 }
@@ -86,20 +97,27 @@ impl<'a> PanelFrame<'a> {
         }
     }
 
-    fn draw_axes(&self, area: &Area<'_>) -> DrawResult {
+    fn draw_axes(&self, area: &SvgArea<'_>) -> DrawResult {
         let (left, top, right, bottom) = self.data_area;
-        let middle = (left + right) / 2;
-        draw_text(area, self.panel.title.get_ref(), (middle, self.origin.1 + 10), TEXT_SIZE, TEXT_COLOUR, Anchor::Top)?;
-        for (value, label) in self.y.ticks() {
-            let y = self.y.pixel(value);
-            draw_line(area, vec![(left, y), (right, y)], GRID.stroke_width(1))?;
-            draw_text(area, &label, (left - 8, y), SMALL_SIZE, TEXT_COLOUR, Anchor::Right)?;
+        let middle_x = (left + right) / 2;
+        draw_text(
+            area,
+            self.panel.title.get_ref(),
+            (middle_x, self.origin.1 + 10),
+            TEXT_FONT_SIZE,
+            TEXT_COLOUR,
+            Anchor::Top,
+        )?;
+        for (value, label) in self.y_scale.ticks() {
+            let y = self.y_scale.to_pixel(value);
+            draw_line(area, vec![(left, y), (right, y)], GRID_COLOUR.stroke_width(1))?;
+            draw_text(area, &label, (left - 8, y), SMALL_FONT_SIZE, TEXT_COLOUR, Anchor::Right)?;
         }
         draw_text(
             area,
             &self.panel.y.label,
             (self.origin.0 + Y_LABEL_OFFSET_PX, (top + bottom) / 2),
-            TEXT_SIZE,
+            TEXT_FONT_SIZE,
             TEXT_COLOUR,
             Anchor::Upwards,
         )?;
@@ -107,110 +125,152 @@ impl<'a> PanelFrame<'a> {
             if self.panel.draw == PlotType::Lines {
                 draw_line(area, vec![(x, bottom), (x, bottom + 5)], TEXT_COLOUR.stroke_width(1))?;
             }
-            draw_text(area, &label, (x, bottom + 9), SMALL_SIZE, TEXT_COLOUR, Anchor::Top)?;
+            draw_text(area, &label, (x, bottom + 9), SMALL_FONT_SIZE, TEXT_COLOUR, Anchor::Top)?;
         }
         if let Some(sweep) = &self.panel.x {
-            draw_text(area, &sweep.label, (middle, bottom + 32), TEXT_SIZE, TEXT_COLOUR, Anchor::Top)?;
+            draw_text(area, &sweep.label, (middle_x, bottom + 32), TEXT_FONT_SIZE, TEXT_COLOUR, Anchor::Top)?;
         }
         draw_line(area, vec![(left, top), (left, bottom), (right, bottom)], TEXT_COLOUR.stroke_width(1))?;
         self.draw_marks(area)
     }
 
-    fn draw_marks(&self, area: &Area<'_>) -> DrawResult {
+    fn draw_marks(&self, area: &SvgArea<'_>) -> DrawResult {
         let (left, _, right, _) = self.data_area;
-        for mark in self.panel.mark.iter().filter(|mark| self.y.is_visible(mark.y)) {
-            let y = self.y.pixel(mark.y);
-            draw_dashed_line(area, &[(left, y), (right, y)], MARK.stroke_width(1))?;
-            draw_text(area, &mark.label, (right + 6, y), SMALL_SIZE, MARK, Anchor::Left)?;
+        for mark in self.panel.mark.iter().filter(|mark| self.y_scale.is_visible(mark.y)) {
+            let y = self.y_scale.to_pixel(mark.y);
+            draw_dashed_line(area, &[(left, y), (right, y)], MARK_COLOUR.stroke_width(1))?;
+            draw_text(area, &mark.label, (right + 6, y), SMALL_FONT_SIZE, MARK_COLOUR, Anchor::Left)?;
         }
         Ok(())
     }
 
     fn x_ticks(&self) -> Vec<(i32, String)> {
         match (self.panel.draw, &self.panel.x) {
-            (PlotType::Lines, _) => self.x.ticks().into_iter().map(|(x, label)| (self.x.pixel(x), label)).collect(),
+            (PlotType::Lines, _) => {
+                self.x_scale.ticks().into_iter().map(|(x, label)| (self.x_scale.to_pixel(x), label)).collect()
+            }
             (PlotType::Bars, None) => Vec::new(),
             (PlotType::Bars, Some(_)) => {
-                let middles = bar_x_values(self.panel_table).into_iter().enumerate();
-                middles.map(|(group, x)| (self.x.pixel(group as f64 + 0.5), format_number(x))).collect()
+                let groups = bar_x_values(self.panel_table).into_iter().enumerate();
+                groups.map(|(group, x)| (self.x_scale.to_pixel(group as f64 + 0.5), format_number(x))).collect()
             }
         }
     }
 
-    fn pixels(&self, points: &[(f64, f64)]) -> Vec<(i32, i32)> {
-        points.iter().map(|(x, y)| (self.x.pixel(*x), self.y.pixel(*y))).collect()
+    fn to_pixels(&self, points: &[(f64, f64)]) -> Vec<(i32, i32)> {
+        points.iter().map(|(x, y)| (self.x_scale.to_pixel(*x), self.y_scale.to_pixel(*y))).collect()
     }
 
-    fn draw_curve(&self, area: &Area<'_>, cells: &[Cell], index: usize, open: bool) -> DrawResult {
-        let colour = series_colour(index);
+    fn draw_curve(&self, area: &SvgArea<'_>, cells: &[Cell], series_index: usize, is_open: bool) -> DrawResult {
+        let colour = series_colour(series_index);
         let medians: Vec<(f64, f64)> = cells.iter().map(|cell| (cell.x, cell.spread.median)).collect();
         if cells.len() > MAX_MARKER_POINTS {
-            let upper = cells.iter().map(|cell| (cell.x, cell.spread.high));
-            let lower = cells.iter().rev().map(|cell| (cell.x, cell.spread.low));
-            let outline = self.pixels(&upper.chain(lower).collect::<Vec<_>>());
+            let upper_edge = cells.iter().map(|cell| (cell.x, cell.spread.high));
+            let lower_edge = cells.iter().rev().map(|cell| (cell.x, cell.spread.low));
+            let outline = self.to_pixels(&upper_edge.chain(lower_edge).collect::<Vec<_>>());
             area.draw(&Polygon::new(outline, colour.mix(0.15).filled()))?;
         }
-        for piece in self.y.clip(&medians) {
-            if open {
-                draw_dashed_line(area, &self.pixels(&piece), colour.stroke_width(1))?;
+        for piece in self.y_scale.clip_line(&medians) {
+            if is_open {
+                draw_dashed_line(area, &self.to_pixels(&piece), colour.stroke_width(1))?;
             } else {
-                draw_line(area, self.pixels(&piece), colour.stroke_width(2))?;
+                draw_line(area, self.to_pixels(&piece), colour.stroke_width(2))?;
             }
         }
         if cells.len() > MAX_MARKER_POINTS {
             return Ok(());
         }
         for cell in cells {
-            let x = self.x.pixel(cell.x);
-            if self.y.is_visible(cell.spread.low) {
-                draw_whisker(area, x, self.y.pixel(cell.spread.low), self.y.pixel(cell.spread.high), colour)?;
+            let x = self.x_scale.to_pixel(cell.x);
+            if self.y_scale.is_visible(cell.spread.low) {
+                draw_whisker(
+                    area,
+                    x,
+                    self.y_scale.to_pixel(cell.spread.low),
+                    self.y_scale.to_pixel(cell.spread.high),
+                    colour,
+                )?;
             }
-            if self.y.is_visible(cell.spread.median) {
-                draw_marker(area, (x, self.y.pixel(cell.spread.median)), series_shape(index), colour, open)?;
+            if self.y_scale.is_visible(cell.spread.median) {
+                draw_marker(
+                    area,
+                    (x, self.y_scale.to_pixel(cell.spread.median)),
+                    series_shape(series_index),
+                    colour,
+                    is_open,
+                )?;
             }
         }
         Ok(())
     }
 
-    fn draw_published(&self, area: &Area<'_>, published: &[PublishedCell], index: usize) -> DrawResult {
-        let colour = series_colour(index);
+    fn draw_published(&self, area: &SvgArea<'_>, published: &[PublishedCell], series_index: usize) -> DrawResult {
+        let colour = series_colour(series_index);
         let points: Vec<(f64, f64)> = published.iter().map(|cell| (cell.x, cell.y)).collect();
-        for piece in self.y.clip(&points) {
-            draw_dashed_line(area, &self.pixels(&piece), colour.stroke_width(1))?;
+        for piece in self.y_scale.clip_line(&points) {
+            draw_dashed_line(area, &self.to_pixels(&piece), colour.stroke_width(1))?;
         }
         if published.len() > MAX_MARKER_POINTS {
             return Ok(());
         }
-        for cell in published.iter().filter(|cell| self.y.is_visible(cell.y)) {
+        for cell in published.iter().filter(|cell| self.y_scale.is_visible(cell.y)) {
             if let Some((low, high)) = cell.spread {
-                draw_whisker(area, self.x.pixel(cell.x), self.y.pixel(low), self.y.pixel(high), colour)?;
+                draw_whisker(
+                    area,
+                    self.x_scale.to_pixel(cell.x),
+                    self.y_scale.to_pixel(low),
+                    self.y_scale.to_pixel(high),
+                    colour,
+                )?;
             }
-            draw_marker(area, (self.x.pixel(cell.x), self.y.pixel(cell.y)), series_shape(index), colour, true)?;
+            draw_marker(
+                area,
+                (self.x_scale.to_pixel(cell.x), self.y_scale.to_pixel(cell.y)),
+                series_shape(series_index),
+                colour,
+                true,
+            )?;
         }
         Ok(())
     }
 
     /// Draws in each group a bar per series, and an open bar next to it for the paper's value, if any.
-    fn draw_bars(&self, area: &Area<'_>) -> DrawResult {
-        let groups = bar_x_values(self.panel_table);
-        let published = self.panel_table.curves.iter().any(|curve| !curve.published.is_empty());
-        let slots = self.panel_table.curves.len() * if published { 2 } else { 1 };
-        let wide = (1.0 - GROUP_GAP_FRACTION) / slots as f64;
-        let with_values = slots * groups.len() <= MAX_LABELLED_BARS;
-        for (group, x) in groups.iter().enumerate() {
+    fn draw_bars(&self, area: &SvgArea<'_>) -> DrawResult {
+        let group_x_values = bar_x_values(self.panel_table);
+        let has_published = self.panel_table.curves.iter().any(|curve| !curve.published.is_empty());
+        let bars_per_group = self.panel_table.curves.len() * if has_published { 2 } else { 1 };
+        let bar_width = (1.0 - GROUP_GAP_FRACTION) / bars_per_group as f64;
+        let are_bars_labelled = bars_per_group * group_x_values.len() <= MAX_LABELLED_BARS;
+        for (group, x) in group_x_values.iter().enumerate() {
             let mut left = group as f64 + GROUP_GAP_FRACTION / 2.0;
-            for (curve, (index, open)) in self.panel_table.curves.iter().zip(&self.styles) {
-                let ours = curve.cells.iter().find(|cell| cell.x == *x);
-                let spread = ours.map(|cell| (cell.spread.low, cell.spread.high));
-                if let Some(cell) = ours {
-                    self.draw_bar(area, (left, left + wide), cell.spread.median, spread, *index, *open, with_values)?;
+            for (curve, (index, open)) in self.panel_table.curves.iter().zip(&self.curve_styles) {
+                let own_cell = curve.cells.iter().find(|cell| cell.x == *x);
+                let spread = own_cell.map(|cell| (cell.spread.low, cell.spread.high));
+                if let Some(cell) = own_cell {
+                    self.draw_bar(
+                        area,
+                        (left, left + bar_width),
+                        cell.spread.median,
+                        spread,
+                        *index,
+                        *open,
+                        are_bars_labelled,
+                    )?;
                 }
-                left += wide;
-                if published {
+                left += bar_width;
+                if has_published {
                     if let Some(cell) = curve.published.iter().find(|cell| cell.x == *x) {
-                        self.draw_bar(area, (left, left + wide), cell.y, cell.spread, *index, true, with_values)?;
+                        self.draw_bar(
+                            area,
+                            (left, left + bar_width),
+                            cell.y,
+                            cell.spread,
+                            *index,
+                            true,
+                            are_bars_labelled,
+                        )?;
                     }
-                    left += wide;
+                    left += bar_width;
                 }
             }
         }
@@ -220,37 +280,44 @@ impl<'a> PanelFrame<'a> {
     #[expect(clippy::too_many_arguments, reason = "a bar is just that")]
     fn draw_bar(
         &self,
-        area: &Area<'_>,
+        area: &SvgArea<'_>,
         (left, right): (f64, f64),
         height: f64,
         spread: Option<(f64, f64)>,
-        index: usize,
-        open: bool,
-        with_value: bool,
+        series_index: usize,
+        is_open: bool,
+        is_labelled: bool,
     ) -> DrawResult {
-        let (from, to) = (self.x.pixel(left) + 1, self.x.pixel(right) - 1);
-        let (base, top) = (self.y.pixel(self.y.low()), self.y.pixel(height));
+        let (from, to) = (self.x_scale.to_pixel(left) + 1, self.x_scale.to_pixel(right) - 1);
+        let (base, top) = (self.y_scale.to_pixel(self.y_scale.min_value()), self.y_scale.to_pixel(height));
         let corners = [(from, top), (to, base)];
-        if open {
-            area.draw(&Rectangle::new(corners, series_colour(index).stroke_width(2)))?;
+        if is_open {
+            area.draw(&Rectangle::new(corners, series_colour(series_index).stroke_width(2)))?;
         } else {
-            area.draw(&Rectangle::new(corners, series_colour(index).filled()))?;
+            area.draw(&Rectangle::new(corners, series_colour(series_index).filled()))?;
         }
-        let middle = (from + to) / 2;
-        let mut above = top;
+        let middle_x = (from + to) / 2;
+        let mut label_y = top;
         if let Some((low, high)) = spread {
-            above = above.min(self.y.pixel(high));
-            draw_whisker(area, middle, self.y.pixel(low), self.y.pixel(high), TEXT_COLOUR)?;
+            label_y = label_y.min(self.y_scale.to_pixel(high));
+            draw_whisker(area, middle_x, self.y_scale.to_pixel(low), self.y_scale.to_pixel(high), TEXT_COLOUR)?;
         }
-        if with_value {
-            draw_text(area, &format_short(height), (middle, above - 3), SMALL_SIZE, TEXT_COLOUR, Anchor::Bottom)?;
+        if is_labelled {
+            draw_text(
+                area,
+                &format_bar_value(height),
+                (middle_x, label_y - 3),
+                SMALL_FONT_SIZE,
+                TEXT_COLOUR,
+                Anchor::Bottom,
+            )?;
         }
         Ok(())
     }
 }
 
 /// Returns the text of a bar's value, with one to three significant digits below 1000.
-fn format_short(value: f64) -> String {
+fn format_bar_value(value: f64) -> String {
     match value.abs() {
         large if large >= 100.0 => format!("{value:.0}"),
         middle if middle >= 10.0 => format!("{value:.1}"),
@@ -261,13 +328,13 @@ fn format_short(value: f64) -> String {
 }
 
 /// Returns all values of a curve that the vertical axis must include.
-fn heights(curve: &Curve) -> impl Iterator<Item = f64> + '_ {
-    let ours = curve.cells.iter().flat_map(|cell| [cell.spread.low, cell.spread.median, cell.spread.high]);
-    let published = curve.published.iter().flat_map(|cell| {
+fn axis_y_values(curve: &Curve) -> impl Iterator<Item = f64> + '_ {
+    let own_values = curve.cells.iter().flat_map(|cell| [cell.spread.low, cell.spread.median, cell.spread.high]);
+    let published_values = curve.published.iter().flat_map(|cell| {
         let (low, high) = cell.spread.unwrap_or((cell.y, cell.y));
         [low, cell.y, high]
     });
-    ours.chain(published)
+    own_values.chain(published_values)
 }
 
 fn x_values(curve: &Curve) -> impl Iterator<Item = f64> + '_ {
@@ -275,9 +342,9 @@ fn x_values(curve: &Curve) -> impl Iterator<Item = f64> + '_ {
 }
 
 /// Returns the x values that have bars, ascending.
-fn bar_x_values(numbers: &PanelTable) -> Vec<f64> {
-    let mut groups: Vec<f64> = numbers.curves.iter().flat_map(x_values).collect();
-    groups.sort_by(f64::total_cmp);
-    groups.dedup();
-    groups
+fn bar_x_values(panel_table: &PanelTable) -> Vec<f64> {
+    let mut x_values: Vec<f64> = panel_table.curves.iter().flat_map(x_values).collect();
+    x_values.sort_by(f64::total_cmp);
+    x_values.dedup();
+    x_values
 }

@@ -25,54 +25,54 @@ impl AxisScale {
         from_zero: bool,
         pixel_range: (i32, i32),
     ) -> Self {
-        let usable = values.iter().copied().filter(|value| value.is_finite() && (!is_log || *value > 0.0));
-        let (least, greatest) =
-            usable.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| (low.min(value), high.max(value)));
+        let usable_values = values.iter().copied().filter(|value| value.is_finite() && (!is_log || *value > 0.0));
+        let (least, greatest) = usable_values
+            .fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| (low.min(value), high.max(value)));
         let (low, high) = match range {
             Some([low, high]) => (low, high),
             None if least > greatest => (if is_log { 0.1 } else { 0.0 }, 1.0),
             None if is_log => (least / 1.25, greatest * 1.25),
             None => {
-                let room = if greatest > least { (greatest - least) * 0.05 } else { greatest.abs().max(1.0) * 0.05 };
-                let low = if from_zero && least >= 0.0 { 0.0 } else { least - room };
-                (low, greatest + room)
+                let margin = if greatest > least { (greatest - least) * 0.05 } else { greatest.abs().max(1.0) * 0.05 };
+                let low = if from_zero && least >= 0.0 { 0.0 } else { least - margin };
+                (low, greatest + margin)
             }
         };
         Self { low, high, is_log, pixel_range }
     }
 
     /// Returns the scale with its upper end raised by a fraction of the axis' length.
-    pub fn extended_by(self, part: f64) -> Self {
-        Self { high: self.value_at(1.0 + part), ..self }
+    pub fn extended_by(self, fraction: f64) -> Self {
+        Self { high: self.value_at(1.0 + fraction), ..self }
     }
 
     /// Returns the value at the lower end of the axis.
-    pub fn low(&self) -> f64 {
+    pub fn min_value(&self) -> f64 {
         self.low
     }
 
-    fn fraction_of(&self, value: f64) -> f64 {
-        let axis = |value: f64| if self.is_log { value.max(f64::MIN_POSITIVE).ln() } else { value };
-        (axis(value) - axis(self.low)) / (axis(self.high) - axis(self.low))
+    fn axis_fraction(&self, value: f64) -> f64 {
+        let to_linear = |value: f64| if self.is_log { value.max(f64::MIN_POSITIVE).ln() } else { value };
+        (to_linear(value) - to_linear(self.low)) / (to_linear(self.high) - to_linear(self.low))
     }
 
-    fn value_at(&self, position: f64) -> f64 {
+    fn value_at(&self, fraction: f64) -> f64 {
         if self.is_log {
-            self.low * (self.high / self.low).powf(position)
+            self.low * (self.high / self.low).powf(fraction)
         } else {
-            self.low + (self.high - self.low) * position
+            self.low + (self.high - self.low) * fraction
         }
     }
 
     /// Returns the pixel position of a value; that of the nearer end for values outside of the axis.
-    pub fn pixel(&self, value: f64) -> i32 {
+    pub fn to_pixel(self, value: f64) -> i32 {
         let (from, to) = self.pixel_range;
-        from + (f64::from(to - from) * self.fraction_of(value).clamp(0.0, 1.0)).round() as i32
+        from + (f64::from(to - from) * self.axis_fraction(value).clamp(0.0, 1.0)).round() as i32
     }
 
     pub fn is_visible(&self, value: f64) -> bool {
         const EDGE_TOLERANCE: f64 = 1e-9;
-        value.is_finite() && (-EDGE_TOLERANCE..=1.0 + EDGE_TOLERANCE).contains(&self.fraction_of(value))
+        value.is_finite() && (-EDGE_TOLERANCE..=1.0 + EDGE_TOLERANCE).contains(&self.axis_fraction(value))
     }
 
     /// Returns the values of the ticks, each with its label.
@@ -86,39 +86,39 @@ impl AxisScale {
         let magnitude = 10f64.powf(minimum_step.log10().floor());
         let step = [1.0, 2.0, 5.0, 10.0].map(|nice| nice * magnitude).into_iter().find(|step| *step >= minimum_step);
         let step = step.unwrap_or(10.0 * magnitude);
-        let first = (self.low / step).ceil() as i64;
-        let last = (self.high / step).floor() as i64;
-        (first..=last).map(|index| index as f64 * step).collect()
+        let first_index = (self.low / step).ceil() as i64;
+        let last_index = (self.high / step).floor() as i64;
+        (first_index..=last_index).map(|index| index as f64 * step).collect()
     }
 
     fn log_ticks(&self) -> Vec<f64> {
-        let decades = (self.low.log10().floor() as i32)..=(self.high.log10().ceil() as i32);
-        let within: &[f64] =
+        let exponents = (self.low.log10().floor() as i32)..=(self.high.log10().ceil() as i32);
+        let leading_digits: &[f64] =
             if (self.high / self.low).log10() < MINOR_TICK_MAX_DECADES { &[1.0, 2.0, 5.0] } else { &[1.0] };
-        decades.flat_map(|decade| within.iter().map(move |digit| digit * 10f64.powi(decade))).collect()
+        exponents.flat_map(|decade| leading_digits.iter().map(move |digit| digit * 10f64.powi(decade))).collect()
     }
 
     /// Returns the parts of the line through `points` that are within the vertical axis. All x must be within the
     /// horizontal axis.
-    pub fn clip(&self, points: &[(f64, f64)]) -> Vec<Vec<(f64, f64)>> {
+    pub fn clip_line(&self, points: &[(f64, f64)]) -> Vec<Vec<(f64, f64)>> {
         let mut pieces: Vec<Vec<(f64, f64)>> = Vec::new();
         let mut piece: Vec<(f64, f64)> = Vec::new();
         for (index, &(x, y)) in points.iter().enumerate() {
-            let position = self.fraction_of(y);
-            let inside = (0.0..=1.0).contains(&position);
+            let fraction = self.axis_fraction(y);
+            let is_inside = (0.0..=1.0).contains(&fraction);
             if let Some(&(before_x, before_y)) = index.checked_sub(1).and_then(|before| points.get(before)) {
-                let before = self.fraction_of(before_y);
-                let was_inside = (0.0..=1.0).contains(&before);
-                if inside != was_inside {
-                    let edge = if position.max(before) > 1.0 { 1.0 } else { 0.0 };
-                    let part = (edge - before) / (position - before);
-                    piece.push((before_x + (x - before_x) * part, self.value_at(edge)));
+                let previous_fraction = self.axis_fraction(before_y);
+                let was_inside = (0.0..=1.0).contains(&previous_fraction);
+                if is_inside != was_inside {
+                    let edge_fraction = if fraction.max(previous_fraction) > 1.0 { 1.0 } else { 0.0 };
+                    let part = (edge_fraction - previous_fraction) / (fraction - previous_fraction);
+                    piece.push((before_x + (x - before_x) * part, self.value_at(edge_fraction)));
                     if was_inside {
                         pieces.push(std::mem::take(&mut piece));
                     }
                 }
             }
-            if inside {
+            if is_inside {
                 piece.push((x, y));
             }
         }
@@ -142,34 +142,37 @@ fn format_tick(value: f64) -> String {
 mod tests {
     use super::*;
 
-    fn labels(scale: &AxisScale) -> Vec<String> {
+    fn tick_labels(scale: &AxisScale) -> Vec<String> {
         scale.ticks().into_iter().map(|(_, label)| label).collect()
     }
 
     #[test]
-    fn ticks_are_round() {
-        let linear = AxisScale::new(&[0.0, 97.0], None, false, true, (0, 100));
-        assert_eq!(labels(&linear), ["0", "20", "40", "60", "80", "100"]);
-        let log = AxisScale::new(&[0.02, 30.0], None, true, true, (0, 100));
-        assert_eq!(labels(&log), ["0.1", "1", "10"]);
-        let short = AxisScale::new(&[2.0, 64.0], None, true, true, (0, 100));
-        assert_eq!(labels(&short), ["2", "5", "10", "20", "50"]);
-        let large = AxisScale::new(&[20_000.0, 200_000.0], None, false, false, (0, 100));
-        assert_eq!(labels(&large), ["50k", "100k", "150k", "200k"]);
+    fn ticks_are_at_round_values() {
+        let linear_scale = AxisScale::new(&[0.0, 97.0], None, false, true, (0, 100));
+        assert_eq!(tick_labels(&linear_scale), ["0", "20", "40", "60", "80", "100"]);
+        let log_scale = AxisScale::new(&[0.02, 30.0], None, true, true, (0, 100));
+        assert_eq!(tick_labels(&log_scale), ["0.1", "1", "10"]);
+        let two_decade_scale = AxisScale::new(&[2.0, 64.0], None, true, true, (0, 100));
+        assert_eq!(tick_labels(&two_decade_scale), ["2", "5", "10", "20", "50"]);
+        let large_scale = AxisScale::new(&[20_000.0, 200_000.0], None, false, false, (0, 100));
+        assert_eq!(tick_labels(&large_scale), ["50k", "100k", "150k", "200k"]);
     }
 
     #[test]
-    fn pixels_run_from_end_to_end() {
+    fn values_map_to_pixels_from_one_end_of_the_axis_to_the_other() {
         let scale = AxisScale::new(&[], Some([1.0, 100.0]), true, true, (200, 0));
-        assert_eq!([1.0, 10.0, 100.0, 1000.0].map(|value| scale.pixel(value)), [200, 100, 0, 0]);
+        assert_eq!([1.0, 10.0, 100.0, 1000.0].map(|value| scale.to_pixel(value)), [200, 100, 0, 0]);
         assert!(scale.is_visible(100.0) && !scale.is_visible(100.1));
     }
 
     #[test]
-    fn lines_are_clipped_at_the_edge() {
+    fn lines_are_clipped_at_the_ends_of_the_axis() {
         let scale = AxisScale::new(&[], Some([0.0, 10.0]), false, true, (100, 0));
         let points = [(0.0, 5.0), (1.0, 15.0), (2.0, 15.0), (3.0, 5.0), (4.0, 5.0)];
-        assert_eq!(scale.clip(&points), [vec![(0.0, 5.0), (0.5, 10.0)], vec![(2.5, 10.0), (3.0, 5.0), (4.0, 5.0)]]);
-        assert_eq!(scale.clip(&[(0.0, 20.0), (1.0, 30.0)]), Vec::<Vec<(f64, f64)>>::new());
+        assert_eq!(
+            scale.clip_line(&points),
+            [vec![(0.0, 5.0), (0.5, 10.0)], vec![(2.5, 10.0), (3.0, 5.0), (4.0, 5.0)]]
+        );
+        assert_eq!(scale.clip_line(&[(0.0, 20.0), (1.0, 30.0)]), Vec::<Vec<(f64, f64)>>::new());
     }
 }

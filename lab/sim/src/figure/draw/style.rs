@@ -3,7 +3,7 @@
 use plotters::style::RGBColor;
 
 /// Colours of Okabe and Ito, which colour-blind readers can distinguish; without yellow, which is too pale on white.
-const COLOURS: [RGBColor; 7] = [
+const SERIES_COLOURS: [RGBColor; 7] = [
     RGBColor(0, 114, 178),
     RGBColor(213, 94, 0),
     RGBColor(0, 158, 115),
@@ -16,19 +16,19 @@ const COLOURS: [RGBColor; 7] = [
 /// Colour of text and axes.
 pub const TEXT_COLOUR: RGBColor = RGBColor(40, 40, 40);
 /// Colour of the grid lines behind the data.
-pub const GRID: RGBColor = RGBColor(225, 225, 225);
-pub const MARK: RGBColor = RGBColor(110, 110, 110);
+pub const GRID_COLOUR: RGBColor = RGBColor(225, 225, 225);
+pub const MARK_COLOUR: RGBColor = RGBColor(110, 110, 110);
 
 /// Font size of titles in the unit of plotters; the SVG has this size divided by 1.24.
-pub const TITLE_SIZE: u32 = 20;
+pub const TITLE_FONT_SIZE: u32 = 20;
 /// Font size of labels, in the unit of [`TITLE_FONT_SIZE`].
-pub const TEXT_SIZE: u32 = 17;
+pub const TEXT_FONT_SIZE: u32 = 17;
 /// Font size of small labels, in the unit of [`TITLE_FONT_SIZE`].
-pub const SMALL_SIZE: u32 = 15;
+pub const SMALL_FONT_SIZE: u32 = 15;
 
 /// Returns the colour of the series with this index.
 pub fn series_colour(index: usize) -> RGBColor {
-    COLOURS[index % COLOURS.len()]
+    SERIES_COLOURS[index % SERIES_COLOURS.len()]
 }
 
 /// Shape of a series' markers, by which series can also be distinguished in print without colour.
@@ -52,28 +52,31 @@ pub fn series_shape(index: usize) -> MarkerShape {
 
 impl MarkerShape {
     /// Returns the corners of a marker around (0, 0), about twice `radius` wide; none for a circle.
-    pub fn corners(self, size: i32) -> Vec<(i32, i32)> {
+    pub fn corners(self, radius: i32) -> Vec<(i32, i32)> {
         match self {
             Self::Circle => Vec::new(),
-            Self::Square => vec![(-size, -size), (size, -size), (size, size), (-size, size)],
-            Self::Diamond => vec![(0, -size - 1), (size + 1, 0), (0, size + 1), (-size - 1, 0)],
-            Self::TriangleUp => vec![(0, -size - 1), (size + 1, size), (-size - 1, size)],
-            Self::TriangleDown => vec![(0, size + 1), (size + 1, -size), (-size - 1, -size)],
+            Self::Square => vec![(-radius, -radius), (radius, -radius), (radius, radius), (-radius, radius)],
+            Self::Diamond => vec![(0, -radius - 1), (radius + 1, 0), (0, radius + 1), (-radius - 1, 0)],
+            Self::TriangleUp => vec![(0, -radius - 1), (radius + 1, radius), (-radius - 1, radius)],
+            Self::TriangleDown => vec![(0, radius + 1), (radius + 1, -radius), (-radius - 1, -radius)],
         }
     }
 }
 
 /// Returns the approximate width of a text (pixels), with a margin, because the SVG's viewer chooses the font.
-pub fn text_width(text: &str, size: u32) -> i32 {
-    (text.chars().count() as f64 * f64::from(size) * 0.5).ceil() as i32
+pub fn text_width(text: &str, font_size: u32) -> i32 {
+    (text.chars().count() as f64 * f64::from(font_size) * 0.5).ceil() as i32
 }
 
 /// Breaks `text` into lines of at most about `max_width` pixels.
-pub fn wrap_text(text: &str, size: u32, pixels: i32) -> Vec<String> {
+pub fn wrap_text(text: &str, font_size: u32, max_width: i32) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     for word in text.split_whitespace() {
         match lines.last_mut() {
-            Some(line) if text_width(line, size) + text_width(word, size) + text_width(" ", size) <= pixels => {
+            Some(line)
+                if text_width(line, font_size) + text_width(word, font_size) + text_width(" ", font_size)
+                    <= max_width =>
+            {
                 line.push(' ');
                 line.push_str(word);
             }
@@ -84,12 +87,13 @@ pub fn wrap_text(text: &str, size: u32, pixels: i32) -> Vec<String> {
 }
 
 /// Breaks `text` like [`wrap_text`], but into lines of similar length, without a single word in the last line.
-pub fn balance_lines(text: &str, size: u32, pixels: i32) -> Vec<String> {
-    let lines = wrap_text(text, size, pixels).len() as i32;
-    let narrowest = text_width(text, size) / lines;
-    let fitting =
-        (narrowest..pixels).step_by(size as usize).find(|pixels| wrap_text(text, size, *pixels).len() as i32 <= lines);
-    wrap_text(text, size, fitting.unwrap_or(pixels))
+pub fn balance_lines(text: &str, font_size: u32, max_width: i32) -> Vec<String> {
+    let line_count = wrap_text(text, font_size, max_width).len() as i32;
+    let min_width = text_width(text, font_size) / line_count;
+    let fitting_width = (min_width..max_width)
+        .step_by(font_size as usize)
+        .find(|pixels| wrap_text(text, font_size, *pixels).len() as i32 <= line_count);
+    wrap_text(text, font_size, fitting_width.unwrap_or(max_width))
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! Packets of a trace at servers and cores.
 
-use coreward_model::fleet::TableDraw;
+use coreward_model::fleet::IndirectionTableDraw;
 use serde::Deserialize;
 
 use super::{ParameterError, ParsedText, parameters, to_integer};
@@ -49,39 +49,39 @@ parameters! {
 
 impl LbParameters {
     pub fn with_parameter(&self, swept: SweepAxis, value: f64) -> Result<Self, ParameterError> {
-        let mut with = self.clone();
+        let mut parameters = self.clone();
         match swept {
-            SweepAxis::SpeedPct => with.replay_speed = Some(value / 100.0),
-            SweepAxis::RackCandidates => with.rack_candidates = Some(to_integer(swept, value)?),
-            SweepAxis::TableDelayMs => with.table_delay_ms = Some(to_integer(swept, value)?),
+            SweepAxis::SpeedPct => parameters.replay_speed = Some(value / 100.0),
+            SweepAxis::RackCandidates => parameters.rack_candidates = Some(to_integer(swept, value)?),
+            SweepAxis::TableDelayMs => parameters.table_delay_ms = Some(to_integer(swept, value)?),
             _ => return Err(ParameterError::NotSwept { kind: SIMULATION_KIND, swept, detail: "" }),
         }
-        Ok(with)
+        Ok(parameters)
     }
 
     /// Returns the run for a metric, and the query that selects its value. One run replays the traffic for all
     /// `policies`, and for all seeds if they share the traffic.
-    pub fn job(
+    pub fn build_job(
         &self,
         measure: Metric,
         seed: u64,
         seeds: u64,
         policies: &[String],
     ) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
-        let missing = |parameter| ParameterError::Missing { kind: SIMULATION_KIND, parameter };
-        let policy = self.policy.clone().ok_or(missing("policy"))?;
+        let missing_error = |parameter| ParameterError::Missing { kind: SIMULATION_KIND, parameter };
+        let policy = self.policy.clone().ok_or(missing_error("policy"))?;
         let default = Config::default();
-        let trace = self.trace.clone().ok_or(missing("trace"))?.0;
+        let trace = self.trace.clone().ok_or(missing_error("trace"))?.0;
         let config = Config {
             seeds: if trace.varies_with_seed() { vec![seed] } else { (1..=seeds).collect() },
             trace,
-            servers: self.servers.ok_or(missing("servers"))?,
-            cores: self.cores.ok_or(missing("cores"))?,
+            servers: self.servers.ok_or(missing_error("servers"))?,
+            cores: self.cores.ok_or(missing_error("cores"))?,
             core_capacity: self.core_capacity,
             replay_speed: self.replay_speed.unwrap_or(default.replay_speed),
             tables: match self.indirection_tables {
-                Some(IndirectionTables::Independent) => TableDraw::Independent,
-                Some(IndirectionTables::Balanced) | None => TableDraw::Balanced,
+                Some(IndirectionTables::Independent) => IndirectionTableDraw::Independent,
+                Some(IndirectionTables::Balanced) | None => IndirectionTableDraw::Balanced,
             },
             policies: policies.to_vec(),
             racks: self.racks,
@@ -91,10 +91,10 @@ impl LbParameters {
             ..default
         };
         config.check().map_err(|error| ParameterError::Rejected(error.to_string()))?;
-        let measured = matches!(measure, Metric::ServerVariancePct | Metric::CoreVariancePct | Metric::ServedPct);
-        if !measured {
+        let is_measured = matches!(measure, Metric::ServerVariancePct | Metric::CoreVariancePct | Metric::ServedPct);
+        if !is_measured {
             return Err(ParameterError::NotMeasured { kind: SIMULATION_KIND, measure });
         }
-        Ok(Some((Job::Lb(config), ValueQuery { policy: Some(policy), seed, ..ValueQuery::of(measure) })))
+        Ok(Some((Job::Lb(config), ValueQuery { policy: Some(policy), seed, ..ValueQuery::for_metric(measure) })))
     }
 }

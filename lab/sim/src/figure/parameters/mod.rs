@@ -54,12 +54,12 @@ pub enum ParameterError {
 
 /// Returns the name that an enum variant has in scenario files.
 fn variant_name(variant: &impl std::fmt::Debug) -> String {
-    let name = format!("{variant:?}");
-    let parts = name.char_indices().map(|(index, letter)| match letter {
+    let debug_name = format!("{variant:?}");
+    let kebab_case_parts = debug_name.char_indices().map(|(index, letter)| match letter {
         letter if index > 0 && letter.is_ascii_uppercase() => format!("-{}", letter.to_ascii_lowercase()),
         letter => letter.to_ascii_lowercase().to_string(),
     });
-    parts.collect()
+    kebab_case_parts.collect()
 }
 
 /// Parameter that is parsed from text, as on the command line.
@@ -80,10 +80,10 @@ pub struct NamedChoice<T>(pub T);
 impl<'de, T: clap::ValueEnum> Deserialize<'de> for NamedChoice<T> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = String::deserialize(deserializer)?;
-        let words =
+        let choice_names =
             || T::value_variants().iter().filter_map(|word| Some(word.to_possible_value()?.get_name().to_owned()));
-        let unknown = |_| de::Error::custom(UnknownName::new("choice", &text, words()));
-        T::from_str(&text, false).map(Self).map_err(unknown)
+        let unknown_choice_error = |_| de::Error::custom(UnknownName::new("choice", &text, choice_names()));
+        T::from_str(&text, false).map(Self).map_err(unknown_choice_error)
     }
 }
 
@@ -108,9 +108,9 @@ use parameters;
 
 /// Returns `value` as an integer. Fails when it has a fraction or does not fit into `T`.
 fn to_integer<T: TryFrom<u64>>(swept: SweepAxis, value: f64) -> Result<T, ParameterError> {
-    let unfit = ParameterError::Value { swept, value };
+    let invalid_value_error = ParameterError::Value { swept, value };
     if value.fract() != 0.0 || !(0.0..1e15).contains(&value) {
-        return Err(unfit);
+        return Err(invalid_value_error);
     }
-    T::try_from(value as u64).map_err(|_| unfit)
+    T::try_from(value as u64).map_err(|_| invalid_value_error)
 }

@@ -44,51 +44,51 @@ parameters! {
 
 impl PathParameters {
     pub fn with_parameter(&self, swept: SweepAxis, value: f64) -> Result<Self, ParameterError> {
-        let mut with = self.clone();
+        let mut parameters = self.clone();
         match swept {
-            SweepAxis::Load => with.load = Some(value),
-            SweepAxis::Servers => with.servers = Some(to_integer(swept, value)?),
-            SweepAxis::Cores => with.cores = Some(to_integer(swept, value)?),
-            SweepAxis::RequestsPerServer => with.load = Some(self.load_from_request_rate(value)?),
+            SweepAxis::Load => parameters.load = Some(value),
+            SweepAxis::Servers => parameters.servers = Some(to_integer(swept, value)?),
+            SweepAxis::Cores => parameters.cores = Some(to_integer(swept, value)?),
+            SweepAxis::RequestsPerServer => parameters.load = Some(self.load_from_request_rate(value)?),
             _ => return Err(ParameterError::NotSwept { kind: SIMULATION_KIND, swept, detail: "" }),
         }
-        Ok(with)
+        Ok(parameters)
     }
 
     /// Returns the load, as a fraction of capacity, that `requests_per_s` requests per second put on each server.
     fn load_from_request_rate(&self, requests_per_s: f64) -> Result<f64, ParameterError> {
-        let missing = |parameter| ParameterError::Missing { kind: SIMULATION_KIND, parameter };
-        let mean = self.service.as_ref().ok_or(missing("service"))?.0.mean();
-        let service_us = mean * self.unit_us.ok_or(missing("unit_us"))?;
-        Ok(requests_per_s * service_us / 1e6 / f64::from(self.cores.ok_or(missing("cores"))?))
+        let missing_error = |parameter| ParameterError::Missing { kind: SIMULATION_KIND, parameter };
+        let mean_service_time = self.service.as_ref().ok_or(missing_error("service"))?.0.mean();
+        let mean_service_us = mean_service_time * self.unit_us.ok_or(missing_error("unit_us"))?;
+        Ok(requests_per_s * mean_service_us / 1e6 / f64::from(self.cores.ok_or(missing_error("cores"))?))
     }
 
     /// Returns the run for a metric, and the query that selects its value.
-    pub fn job(&self, measure: Metric, seed: u64) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
-        let missing = |parameter| ParameterError::Missing { kind: SIMULATION_KIND, parameter };
+    pub fn build_job(&self, measure: Metric, seed: u64) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
+        let missing_error = |parameter| ParameterError::Missing { kind: SIMULATION_KIND, parameter };
         if !matches!(measure, Metric::P99 | Metric::Mean | Metric::ServerVariancePct | Metric::CoreVariancePct) {
             return Err(ParameterError::NotMeasured { kind: SIMULATION_KIND, measure });
         }
         let default = Config::default();
         let config = Config {
-            policies: vec![self.policy.clone().ok_or(missing("policy"))?],
-            dispatch_policies: vec![self.dispatch.clone().ok_or(missing("dispatch"))?.0],
-            servers: self.servers.ok_or(missing("servers"))?,
-            cores: self.cores.ok_or(missing("cores"))?,
-            service: self.service.clone().ok_or(missing("service"))?.0,
-            unit_us: self.unit_us.ok_or(missing("unit_us"))?,
-            load: self.load.ok_or(missing("load"))?,
+            policies: vec![self.policy.clone().ok_or(missing_error("policy"))?],
+            dispatch_policies: vec![self.dispatch.clone().ok_or(missing_error("dispatch"))?.0],
+            servers: self.servers.ok_or(missing_error("servers"))?,
+            cores: self.cores.ok_or(missing_error("cores"))?,
+            service: self.service.clone().ok_or(missing_error("service"))?.0,
+            unit_us: self.unit_us.ok_or(missing_error("unit_us"))?,
+            load: self.load.ok_or(missing_error("load"))?,
             latency: self.latency.unwrap_or(default.latency),
             requests_per_connection: self.requests_per_connection.unwrap_or(default.requests_per_connection),
             request_gap: self.request_gap.unwrap_or(default.request_gap),
             report_ms: self.report_ms.unwrap_or(default.report_ms),
             report_phase: self.report_phase.unwrap_or(default.report_phase),
             window_ms: self.window_ms.unwrap_or(default.window_ms),
-            seconds: self.seconds.ok_or(missing("seconds"))?,
+            seconds: self.seconds.ok_or(missing_error("seconds"))?,
             seeds: vec![seed],
             ..default
         };
         config.check().map_err(|error| ParameterError::Rejected(error.to_string()))?;
-        Ok(Some((Job::Path(config), ValueQuery { seed, ..ValueQuery::of(measure) })))
+        Ok(Some((Job::Path(config), ValueQuery { seed, ..ValueQuery::for_metric(measure) })))
     }
 }

@@ -5,7 +5,7 @@ use serde::Deserialize;
 use super::{NamedChoice, ParameterError, ParsedText, parameters, to_integer};
 use crate::figure::axes::{Metric, SweepAxis};
 use crate::figure::job::{Job, ValueQuery};
-use crate::pcc::{Arrivals, Config, INDEX_BITS_MAX, LoadInfo, Method, TAG_BITS_MAX, Updates};
+use crate::pcc::{ArrivalProcess, ClusterUpdates, Config, LoadInfo, MAX_INDEX_BITS, MAX_TAG_BITS, Method};
 
 /// Name of this kind of simulation in scenario files.
 pub const SIMULATION_KIND: &str = "pcc";
@@ -47,80 +47,91 @@ parameters! {
 
 impl PccParameters {
     pub fn with_parameter(&self, swept: SweepAxis, value: f64) -> Result<Self, ParameterError> {
-        let mut with = self.clone();
+        let mut parameters = self.clone();
         match swept {
-            SweepAxis::Servers => with.servers = Some(to_integer(swept, value)?),
-            SweepAxis::Connections => with.connections = Some(value),
-            SweepAxis::UpdatesPerMinute => with.updates_per_minute = Some(value),
-            SweepAxis::ThresholdPct => with.method = Some(ParsedText(with_threshold(with.method, value)?)),
+            SweepAxis::Servers => parameters.servers = Some(to_integer(swept, value)?),
+            SweepAxis::Connections => parameters.connections = Some(value),
+            SweepAxis::UpdatesPerMinute => parameters.updates_per_minute = Some(value),
+            SweepAxis::ThresholdPct => parameters.method = Some(ParsedText(with_threshold(parameters.method, value)?)),
             SweepAxis::TagBits | SweepAxis::IndexBits => {
-                with.method = Some(ParsedText(with_bits(with.method, swept, value)?))
+                parameters.method = Some(ParsedText(with_cookie_bits(parameters.method, swept, value)?))
             }
             SweepAxis::Time => {}
             _ => return Err(ParameterError::NotSwept { kind: SIMULATION_KIND, swept, detail: "" }),
         }
-        Ok(with)
+        Ok(parameters)
     }
 
     /// Returns the run for a metric, and the query that selects its value. One run simulates all seeds.
-    pub fn job(&self, measure: Metric, seed: u64, seeds: u64) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
-        let missing = |parameter| ParameterError::Missing { kind: SIMULATION_KIND, parameter };
+    pub fn build_job(
+        &self,
+        measure: Metric,
+        seed: u64,
+        seeds: u64,
+    ) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
+        let missing_error = |parameter| ParameterError::Missing { kind: SIMULATION_KIND, parameter };
         if !matches!(
             measure,
             Metric::BrokenPct | Metric::ImbalancePct | Metric::PoolServers | Metric::CompletedPerSecond
         ) {
             return Err(ParameterError::NotMeasured { kind: SIMULATION_KIND, measure });
         }
-        let base = match self.experiment.ok_or(missing("experiment"))? {
+        let default_config = match self.experiment.ok_or(missing_error("experiment"))? {
             Experiment::CheetahSimulations => Config::default(),
             Experiment::CheetahFigure9 => Config::cheetah_figure_9(),
         };
-        let updates = match base.updates {
-            Updates::PerMinute { servers, load_balancers } => Updates::PerMinute {
+        let updates = match default_config.updates {
+            ClusterUpdates::PerMinute { servers, load_balancers } => ClusterUpdates::PerMinute {
                 servers: self.updates_per_minute.unwrap_or(servers),
                 load_balancers: self.lb_updates_per_minute.unwrap_or(load_balancers),
             },
-            at @ Updates::Scheduled(_) => at,
+            at @ ClusterUpdates::Scheduled(_) => at,
         };
         let config = Config {
-            servers: self.servers.unwrap_or(base.servers),
-            arrivals: self.connections.map_or(base.arrivals, |connections| Arrivals::Open { connections }),
+            servers: self.servers.unwrap_or(default_config.servers),
+            arrivals: self.connections.map_or(default_config.arrivals, |connections| ArrivalProcess::OpenLoop {
+                mean_open_connections: connections,
+            }),
             updates,
-            minutes: self.minutes.unwrap_or(base.minutes),
-            load_balancers: self.load_balancers.unwrap_or(base.load_balancers),
-            methods: vec![self.method.clone().ok_or(missing("method"))?.0],
-            load_info: self.load_info.map_or(base.load_info, |load_info| load_info.0),
+            minutes: self.minutes.unwrap_or(default_config.minutes),
+            load_balancers: self.load_balancers.unwrap_or(default_config.load_balancers),
+            methods: vec![self.method.clone().ok_or(missing_error("method"))?.0],
+            load_info: self.load_info.map_or(default_config.load_info, |load_info| load_info.0),
             seeds,
-            ..base
+            ..default_config
         };
-        Ok(Some((Job::Pcc(config), ValueQuery { seed, ..ValueQuery::of(measure) })))
+        Ok(Some((Job::Pcc(config), ValueQuery { seed, ..ValueQuery::for_metric(measure) })))
     }
 }
 
-fn with_threshold(method: Option<ParsedText<Method>>, percent: f64) -> Result<Method, ParameterError> {
+fn with_threshold(method: Option<ParsedText<Method>>, threshold_pct: f64) -> Result<Method, ParameterError> {
     let swept = SweepAxis::ThresholdPct;
     match method {
-        Some(ParsedText(Method::Beamer { .. })) if percent > 0.0 => {
-            Ok(Method::Beamer { threshold: Some(percent / 100.0) })
+        Some(ParsedText(Method::Beamer { .. })) if threshold_pct > 0.0 => {
+            Ok(Method::Beamer { threshold: Some(threshold_pct / 100.0) })
         }
-        Some(ParsedText(Method::Beamer { .. })) => Err(ParameterError::Value { swept, value: percent }),
+        Some(ParsedText(Method::Beamer { .. })) => Err(ParameterError::Value { swept, value: threshold_pct }),
         _ => Err(ParameterError::NotSwept { kind: SIMULATION_KIND, swept, detail: ": the method is not beamer" }),
     }
 }
 
-fn with_bits(method: Option<ParsedText<Method>>, swept: SweepAxis, value: f64) -> Result<Method, ParameterError> {
+fn with_cookie_bits(
+    method: Option<ParsedText<Method>>,
+    swept: SweepAxis,
+    value: f64,
+) -> Result<Method, ParameterError> {
     let bits: u8 = to_integer(swept, value)?;
-    let unfit = ParameterError::Value { swept, value };
-    let up_to = |most: u8| if bits <= most { Ok(bits) } else { Err(unfit) };
+    let invalid_value_error = ParameterError::Value { swept, value };
+    let bits_up_to = |most: u8| if bits <= most { Ok(bits) } else { Err(invalid_value_error) };
     match (swept, method) {
         (SweepAxis::TagBits, Some(ParsedText(Method::HistoryTag { renews_tags, layout, .. }))) => {
-            Ok(Method::HistoryTag { bits: up_to(TAG_BITS_MAX)?, renews_tags, layout })
+            Ok(Method::HistoryTag { tag_bits: bits_up_to(MAX_TAG_BITS)?, renews_tags, layout })
         }
-        (SweepAxis::TagBits, Some(ParsedText(Method::HashIndex { bits, layout, .. }))) => {
-            Ok(Method::HashIndex { bits, tag_bits: up_to(TAG_BITS_MAX)?, layout })
+        (SweepAxis::TagBits, Some(ParsedText(Method::HashIndex { index_bits: bits, layout, .. }))) => {
+            Ok(Method::HashIndex { index_bits: bits, tag_bits: bits_up_to(MAX_TAG_BITS)?, layout })
         }
         (SweepAxis::IndexBits, Some(ParsedText(Method::HashIndex { tag_bits, layout, .. }))) => {
-            Ok(Method::HashIndex { bits: up_to(INDEX_BITS_MAX)?, tag_bits, layout })
+            Ok(Method::HashIndex { index_bits: bits_up_to(MAX_INDEX_BITS)?, tag_bits, layout })
         }
         _ => Err(ParameterError::NotSwept {
             kind: SIMULATION_KIND,

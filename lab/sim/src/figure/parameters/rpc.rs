@@ -45,49 +45,51 @@ parameters! {
 
 impl RpcParameters {
     pub fn with_parameter(&self, swept: SweepAxis, value: f64) -> Result<Self, ParameterError> {
-        let mut with = self.clone();
+        let mut parameters = self.clone();
         match swept {
-            SweepAxis::Load => with.load = Some(value),
-            SweepAxis::Slo => with.slo = Some(value),
-            SweepAxis::Cores => with.cores = Some(to_integer(swept, value)?),
-            SweepAxis::Latency => with.latency = Some(value),
-            SweepAxis::LongFactor => with.service = Some(ParsedText(with_long_factor(with.service, value)?)),
-            SweepAxis::Lambda => with.policy = Some(ParsedText(with_lambda(with.policy, value)?)),
+            SweepAxis::Load => parameters.load = Some(value),
+            SweepAxis::Slo => parameters.slo = Some(value),
+            SweepAxis::Cores => parameters.cores = Some(to_integer(swept, value)?),
+            SweepAxis::Latency => parameters.latency = Some(value),
+            SweepAxis::LongFactor => {
+                parameters.service = Some(ParsedText(with_long_factor(parameters.service, value)?))
+            }
+            SweepAxis::Lambda => parameters.policy = Some(ParsedText(with_lambda(parameters.policy, value)?)),
             SweepAxis::Time => {}
             _ => return Err(ParameterError::NotSwept { kind: SIMULATION_KIND, swept, detail: "" }),
         }
-        Ok(with)
+        Ok(parameters)
     }
 
     /// Returns the run for a metric, and the query that selects its value. `None` if the offered load exceeds the
     /// policy's capacity: latency is unbounded there, so the point is not drawn.
-    pub fn job(&self, measure: Metric, seed: u64) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
-        let missing = |parameter| ParameterError::Missing { kind: SIMULATION_KIND, parameter };
-        let peak = matches!(measure, Metric::PeakLoad | Metric::PeakThroughput);
+    pub fn build_job(&self, measure: Metric, seed: u64) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
+        let missing_error = |parameter| ParameterError::Missing { kind: SIMULATION_KIND, parameter };
+        let is_peak_search = matches!(measure, Metric::PeakLoad | Metric::PeakThroughput);
         let config = Config {
-            policy: self.policy.clone().ok_or(missing("policy"))?.0,
-            cores: self.cores.ok_or(missing("cores"))?,
-            service: self.service.clone().ok_or(missing("service"))?.0,
-            latency: self.latency.ok_or(missing("latency"))?,
-            load: if peak { Config::default().load } else { self.load.ok_or(missing("load"))? },
-            requests: self.requests.ok_or(missing("requests"))?,
+            policy: self.policy.clone().ok_or(missing_error("policy"))?.0,
+            cores: self.cores.ok_or(missing_error("cores"))?,
+            service: self.service.clone().ok_or(missing_error("service"))?.0,
+            latency: self.latency.ok_or(missing_error("latency"))?,
+            load: if is_peak_search { Config::default().load } else { self.load.ok_or(missing_error("load"))? },
+            requests: self.requests.ok_or(missing_error("requests"))?,
             seed,
-            connections: self.connections,
+            connection_sampler: self.connections,
             skew: 0.0,
             queue_limit: None,
             window: self.window,
         };
         let job = match measure {
             Metric::PeakLoad | Metric::PeakThroughput => {
-                let slo = self.slo.ok_or(missing("slo"))?;
-                let steps = self.steps.ok_or(missing("steps"))?;
+                let slo = self.slo.ok_or(missing_error("slo"))?;
+                let steps = self.steps.ok_or(missing_error("steps"))?;
                 Job::Peak(PeakConfig {
                     config,
                     slo,
                     seeds: seed..=seed,
                     steps,
-                    measure: self.slo_of.unwrap_or_default().0,
-                    unit: self.slo_unit.unwrap_or_default().0,
+                    slo_metric: self.slo_of.unwrap_or_default().0,
+                    slo_unit: self.slo_unit.unwrap_or_default().0,
                 })
             }
             Metric::P99
@@ -96,16 +98,16 @@ impl RpcParameters {
             | Metric::Mean
             | Metric::LongAnsweredPct
             | Metric::BatchPct => {
-                let carried = config.policy.capacity(config.service.mean(), config.latency);
-                let passed = self.dispatcher_limit.unwrap_or(f64::INFINITY);
-                if config.load >= carried || throughput(&config, config.load) >= passed {
+                let policy_capacity = config.policy.capacity(config.service.mean(), config.latency);
+                let dispatcher_limit = self.dispatcher_limit.unwrap_or(f64::INFINITY);
+                if config.load >= policy_capacity || throughput(&config, config.load) >= dispatcher_limit {
                     return Ok(None);
                 }
                 Job::Rpc(config)
             }
             _ => return Err(ParameterError::NotMeasured { kind: SIMULATION_KIND, measure }),
         };
-        Ok(Some((job, ValueQuery { throughput_limit: self.dispatcher_limit, seed, ..ValueQuery::of(measure) })))
+        Ok(Some((job, ValueQuery { throughput_limit: self.dispatcher_limit, seed, ..ValueQuery::for_metric(measure) })))
     }
 }
 

@@ -28,26 +28,22 @@ fn check_seeds(scenario: &Scenario) -> Result<(), CheckError> {
 }
 
 /// Returns the names of those of the kinds rpc, lb, pcc and path that are present.
-fn simulated_kinds(kinds: [bool; 4]) -> Vec<&'static str> {
-    ["rpc", "lb", "pcc", "path"].into_iter().zip(kinds).filter_map(|(kind, there)| there.then_some(kind)).collect()
+fn present_kinds(is_present: [bool; 4]) -> Vec<&'static str> {
+    ["rpc", "lb", "pcc", "path"].into_iter().zip(is_present).filter_map(|(kind, there)| there.then_some(kind)).collect()
 }
 
 fn check_kinds(scenario: &Scenario) -> Result<(), CheckError> {
-    let common = simulated_kinds([
-        scenario.rpc.is_some(),
-        scenario.lb.is_some(),
-        scenario.pcc.is_some(),
-        scenario.path.is_some(),
-    ]);
+    let scenario_kinds =
+        present_kinds([scenario.rpc.is_some(), scenario.lb.is_some(), scenario.pcc.is_some(), scenario.path.is_some()]);
     // Metrics of a live figure may be simulated too.
-    let kind = match (&common[..], &scenario.live) {
+    let kind = match (&scenario_kinds[..], &scenario.live) {
         ([kind], _) => *kind,
         ([], Some(_)) => "live",
         _ => {
-            let found = if common.is_empty() { "none".to_owned() } else { common.join(", ") };
+            let found_kinds = if scenario_kinds.is_empty() { "none".to_owned() } else { scenario_kinds.join(", ") };
             return Err((
                 0..0,
-                format!("tables of {found}: expected exactly one of [rpc], [lb], [pcc], [path], [live]"),
+                format!("tables of {found_kinds}: expected exactly one of [rpc], [lb], [pcc], [path], [live]"),
             ));
         }
     };
@@ -57,30 +53,30 @@ fn check_kinds(scenario: &Scenario) -> Result<(), CheckError> {
         let message = "simulated = true: expected [live], and one of [rpc], [lb], [pcc], [path] with it";
         return Err((series.label.span(), message.to_owned()));
     }
-    let of_series = scenario.series.iter().map(|series| {
-        let parts = [series.rpc.is_some(), series.lb.is_some(), series.pcc.is_some(), series.path.is_some()];
-        (series.label.span(), parts)
+    let series_kinds = scenario.series.iter().map(|series| {
+        let is_kind_present = [series.rpc.is_some(), series.lb.is_some(), series.pcc.is_some(), series.path.is_some()];
+        (series.label.span(), is_kind_present)
     });
-    let of_panels = scenario.panel.iter().map(|panel| {
-        let parts = [panel.rpc.is_some(), panel.lb.is_some(), panel.pcc.is_some(), panel.path.is_some()];
-        (panel.title.span(), parts)
+    let panel_kinds = scenario.panel.iter().map(|panel| {
+        let is_kind_present = [panel.rpc.is_some(), panel.lb.is_some(), panel.pcc.is_some(), panel.path.is_some()];
+        (panel.title.span(), is_kind_present)
     });
-    for (span, parts) in of_series.chain(of_panels) {
-        if let Some(other) = simulated_kinds(parts).into_iter().find(|other| *other != kind) {
+    for (span, parts) in series_kinds.chain(panel_kinds) {
+        if let Some(other) = present_kinds(parts).into_iter().find(|other| *other != kind) {
             return Err((span, format!("has parameters of kind `{other}`: this scenario is of kind `{kind}`")));
         }
     }
     Ok(())
 }
 
-fn check_unique<'a>(what: &str, mut names: impl Iterator<Item = &'a Spanned<String>>) -> Result<(), CheckError> {
-    let mut seen = Vec::new();
-    let again = names.find(|name| {
-        let again = seen.contains(name.get_ref());
-        seen.push(name.get_ref().clone());
-        again
+fn check_unique<'a>(item_kind: &str, mut names: impl Iterator<Item = &'a Spanned<String>>) -> Result<(), CheckError> {
+    let mut earlier_names = Vec::new();
+    let duplicate = names.find(|name| {
+        let is_duplicate = earlier_names.contains(name.get_ref());
+        earlier_names.push(name.get_ref().clone());
+        is_duplicate
     });
-    again.map_or(Ok(()), |name| Err((name.span(), format!("{what} {:?} is there twice", name.get_ref()))))
+    duplicate.map_or(Ok(()), |name| Err((name.span(), format!("{item_kind} {:?} is there twice", name.get_ref()))))
 }
 
 fn check_series_exists(scenario: &Scenario, label: &Spanned<String>) -> Result<(), CheckError> {
@@ -102,34 +98,36 @@ fn check_names(scenario: &Scenario) -> Result<(), CheckError> {
 
 fn check_axes(scenario: &Scenario) -> Result<(), CheckError> {
     for panel in &scenario.panel {
-        let wrong = |message: &str| Err((panel.title.span(), message.to_owned()));
+        let panel_error = |message: &str| Err((panel.title.span(), message.to_owned()));
         if panel.y.range.is_some_and(|[low, high]| low >= high || (panel.y.log && low <= 0.0)) {
-            return wrong("y.range: expected [low, high], above 0 where the axis is logarithmic");
+            return panel_error("y.range: expected [low, high], above 0 where the axis is logarithmic");
         }
         let Some(sweep) = &panel.x else {
             if panel.draw == PlotType::Lines {
-                return wrong("has no x: expected x, or draw = \"bars\"");
+                return panel_error("has no x: expected x, or draw = \"bars\"");
             }
             continue;
         };
-        let over_time = *sweep.parameter.get_ref() == SweepAxis::Time;
-        if over_time != sweep.values.is_empty() {
-            return wrong("x.values: expected values to sweep, and none for time, whose values come out of the run");
+        let is_over_time = *sweep.parameter.get_ref() == SweepAxis::Time;
+        if is_over_time != sweep.values.is_empty() {
+            return panel_error(
+                "x.values: expected values to sweep, and none for time, whose values come out of the run",
+            );
         }
         if !sweep.values.is_sorted_by(|a, b| a < b) {
-            return wrong("x.values: expected ascending values");
+            return panel_error("x.values: expected ascending values");
         }
         if sweep.log && sweep.values.first().is_some_and(|first| *first <= 0.0) {
-            return wrong("x.values: expected values above 0 on a logarithmic axis");
+            return panel_error("x.values: expected values above 0 on a logarithmic axis");
         }
     }
     Ok(())
 }
 
 /// Returns the panel with this title, or all panels if no title is given.
-fn find_panels<'a>(scenario: &'a Scenario, name: Option<&Spanned<String>>) -> Result<Vec<&'a Panel>, CheckError> {
-    let Some(name) = name else { return Ok(scenario.panel.iter().collect()) };
-    scenario.panel_named(Some(name.get_ref())).map(|panel| vec![panel]).ok_or_else(|| {
+fn find_panels<'a>(scenario: &'a Scenario, title: Option<&Spanned<String>>) -> Result<Vec<&'a Panel>, CheckError> {
+    let Some(name) = title else { return Ok(scenario.panel.iter().collect()) };
+    scenario.find_panel(Some(name.get_ref())).map(|panel| vec![panel]).ok_or_else(|| {
         let titles = scenario.panel.iter().map(|panel| panel.title.get_ref().as_str());
         (name.span(), UnknownName::new("panel", name.get_ref(), titles).to_string())
     })
@@ -161,20 +159,22 @@ impl Scenario {
 }
 
 fn check_claim(scenario: &Scenario, claim: &Assertion) -> Result<(), CheckError> {
-    let wrong = |message: &str| Err((claim.statement.span(), message.to_owned()));
-    let ways = [claim.value.is_some(), claim.ratio.is_some(), claim.ascending.is_some()];
-    if ways.iter().filter(|there| **there).count() != 1 {
-        return wrong("a claim needs exactly one of `value`, `ratio`, `ascending`");
+    let claim_error = |message: &str| Err((claim.statement.span(), message.to_owned()));
+    let has_check = [claim.value.is_some(), claim.ratio.is_some(), claim.ascending.is_some()];
+    if has_check.iter().filter(|there| **there).count() != 1 {
+        return claim_error("a claim needs exactly one of `value`, `ratio`, `ascending`");
     }
     if claim.ascending.is_none() && claim.at_least.is_none() && claim.at_most.is_none() {
-        return wrong("a claim needs `at_least` or `at_most`: without a bound it would hold whatever is measured");
+        return claim_error(
+            "a claim needs `at_least` or `at_most`: without a bound it would hold whatever is measured",
+        );
     }
     if claim.at_least.zip(claim.at_most).is_some_and(|(low, high)| low > high) {
-        return wrong("`at_least` is above `at_most`: nothing could be both");
+        return claim_error("`at_least` is above `at_most`: nothing could be both");
     }
     if let Some(order) = &claim.ascending {
         if order.series.len() < 2 {
-            return wrong("`ascending` needs at least two series");
+            return claim_error("`ascending` needs at least two series");
         }
         order.series.iter().try_for_each(|label| check_series_exists(scenario, label))?;
         return check_point(scenario, claim, order.panel.as_ref(), order.at.as_ref());
@@ -184,15 +184,15 @@ fn check_claim(scenario: &Scenario, claim: &Assertion) -> Result<(), CheckError>
 }
 
 fn check_quantity(scenario: &Scenario, claim: &Assertion, quantity: &Quantity) -> Result<(), CheckError> {
-    let wrong = |message: &str| Err((claim.statement.span(), message.to_owned()));
-    let ways = [quantity.series.is_some(), !quantity.least_of.is_empty(), !quantity.greatest_of.is_empty()];
-    if ways.iter().filter(|there| **there).count() != 1 {
-        return wrong("a quantity needs exactly one of `series`, `least_of`, `greatest_of`");
+    let claim_error = |message: &str| Err((claim.statement.span(), message.to_owned()));
+    let has_selection = [quantity.series.is_some(), !quantity.least_of.is_empty(), !quantity.greatest_of.is_empty()];
+    if has_selection.iter().filter(|there| **there).count() != 1 {
+        return claim_error("a quantity needs exactly one of `series`, `least_of`, `greatest_of`");
     }
     if quantity.reaches.is_some() && (quantity.at.is_some() || quantity.from.is_some() || quantity.to.is_some()) {
-        return wrong("`reaches` uses the whole curve: it goes with none of `at`, `from`, `to`");
+        return claim_error("`reaches` uses the whole curve: it goes with none of `at`, `from`, `to`");
     }
-    quantity.named_series().try_for_each(|label| check_series_exists(scenario, label))?;
+    quantity.series_labels().try_for_each(|label| check_series_exists(scenario, label))?;
     check_point(scenario, claim, quantity.panel.as_ref(), quantity.at.as_ref())
 }
 
@@ -210,8 +210,8 @@ fn check_point(
     }
     let Some(at) = at else { return Ok(()) };
     for sweep in panels.iter().filter_map(|panel| panel.x.as_ref()) {
-        let simulated = |value: &f64| is_same_point(value * sweep.scale, *at.get_ref());
-        if *sweep.parameter.get_ref() != SweepAxis::Time && !sweep.values.iter().any(simulated) {
+        let is_claimed_point = |value: &f64| is_same_point(value * sweep.scale, *at.get_ref());
+        if *sweep.parameter.get_ref() != SweepAxis::Time && !sweep.values.iter().any(is_claimed_point) {
             return Err((at.span(), format!("nothing is simulated at {}: expected one of x.values", at.get_ref())));
         }
     }
@@ -219,7 +219,7 @@ fn check_point(
 }
 
 fn check_runs(scenario: &Scenario) -> Result<(), CheckError> {
-    let failed = match scenario.expand() {
+    let expand_error = match scenario.plan_runs() {
         Ok(_) if scenario.live.is_some() => return Ok(()),
         Ok(plan) if plan.plot_points.is_empty() => {
             return Err((0..0, "nothing is simulated: every point is above what its policy can carry".to_owned()));
@@ -227,7 +227,7 @@ fn check_runs(scenario: &Scenario) -> Result<(), CheckError> {
         Ok(_) => return Ok(()),
         Err(failed) => failed,
     };
-    let series = scenario.series[failed.series].label.get_ref();
-    let panel = &scenario.panel[failed.panel];
-    Err((panel.measure.span(), format!("panel {:?}, series {series:?}: {}", panel.title.get_ref(), failed.cause)))
+    let series = scenario.series[expand_error.series_index].label.get_ref();
+    let panel = &scenario.panel[expand_error.panel_index];
+    Err((panel.measure.span(), format!("panel {:?}, series {series:?}: {}", panel.title.get_ref(), expand_error.cause)))
 }

@@ -6,8 +6,8 @@ use super::{Scenario, check};
 
 impl Scenario {
     /// Parses the text of a scenario file. An error names the file, the invalid value and its position.
-    pub fn parse(name: &str, text: &str) -> Result<Self, Diagnostic> {
-        let source = Source::from_text(name, text);
+    pub fn parse(file_name: &str, text: &str) -> Result<Self, Diagnostic> {
+        let source = Source::from_text(file_name, text);
         let scenario: Self = source.parse()?;
         check::check(&scenario, &source)?;
         Ok(scenario)

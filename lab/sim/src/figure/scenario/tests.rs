@@ -30,7 +30,7 @@ value = { series = "JSQ", at = 0.8 }
 at_most = 10
 "#;
 
-fn error(from: &str, to: &str) -> String {
+fn parse_error_after_replacing(from: &str, to: &str) -> String {
     assert!(VALID_SCENARIO.contains(from), "{from:?} is not in the scenario");
     Scenario::parse("s.toml", &VALID_SCENARIO.replace(from, to)).unwrap_err().to_string()
 }
@@ -38,30 +38,30 @@ fn error(from: &str, to: &str) -> String {
 #[test]
 fn valid_scenario_is_parsed_and_expanded() {
     let scenario = Scenario::parse("s.toml", VALID_SCENARIO).unwrap();
-    let plan = scenario.expand().unwrap();
+    let plan = scenario.plan_runs().unwrap();
     assert_eq!((plan.jobs.len(), plan.plot_points.len()), (2, 2));
 }
 
 #[test]
 fn run_shared_by_two_panels_is_simulated_once() {
-    let panel = "[[panel]]\ntitle = \"mean\"\nmeasure = \"mean\"\nx = \
+    let second_panel = "[[panel]]\ntitle = \"mean\"\nmeasure = \"mean\"\nx = \
                  { parameter = \"load\", label = \"load\", values = [0.5] }\n\
                  y = { label = \"mean\" }\n[[claim]]\nstatement = \"c\"\nvalue = { panel = \"over load\",";
-    let text = VALID_SCENARIO.replace("[[claim]]\nstatement = \"c\"\nvalue = {", panel);
-    let plan = Scenario::parse("s.toml", &text).unwrap().expand().unwrap();
+    let text = VALID_SCENARIO.replace("[[claim]]\nstatement = \"c\"\nvalue = {", second_panel);
+    let plan = Scenario::parse("s.toml", &text).unwrap().plan_runs().unwrap();
     assert_eq!((plan.jobs.len(), plan.plot_points.len()), (2, 3));
 }
 
 #[test]
-fn points_above_what_a_policy_carries_are_left_out() {
+fn points_above_the_capacity_of_a_policy_are_omitted() {
     let text = VALID_SCENARIO.replace("\"jsq\"", "\"cfcfs\"").replace("latency = 0", "latency = 0.25");
     // A core is idle for two crossings per request, so the highest load is 1 / 1.5.
-    let plan = Scenario::parse("s.toml", &text).unwrap().expand().unwrap();
+    let plan = Scenario::parse("s.toml", &text).unwrap().plan_runs().unwrap();
     assert_eq!(plan.plot_points.iter().map(|place| place.x).collect::<Vec<_>>(), [0.5]);
 }
 
 #[test]
-fn errors_name_the_place_and_what_was_expected() {
+fn errors_name_the_position_and_the_expected_values() {
     let cases = [
         (
             "measure = \"p99\"",
@@ -92,18 +92,18 @@ fn errors_name_the_place_and_what_was_expected() {
         ("measure = \"p99\"", "measure = \"broken-pct\"", "a simulation of kind `rpc` does not measure `broken-pct`"),
     ];
     for (from, to, expected) in cases {
-        let error = error(from, to);
+        let error = parse_error_after_replacing(from, to);
         assert!(error.contains(expected), "{to:?}: {error}");
     }
 }
 
 #[test]
-fn published_points_are_pairs_or_have_a_spread() {
-    let published =
+fn published_points_have_two_numbers_or_four_with_a_range() {
+    let published_toml =
         "[[published]]\nseries = \"JSQ\"\nsource = \"x\"\npoints = [[0.5, 1.0], [0.8, 2.0, 1.5, 2.5]]\n[[claim]]";
-    let scenario = Scenario::parse("s.toml", &VALID_SCENARIO.replace("[[claim]]", published)).unwrap();
+    let scenario = Scenario::parse("s.toml", &VALID_SCENARIO.replace("[[claim]]", published_toml)).unwrap();
     assert_eq!(scenario.published[0].points[1].spread, Some((1.5, 2.5)));
-    let wrong =
-        Scenario::parse("s.toml", &VALID_SCENARIO.replace("[[claim]]", &published.replace("[0.5, 1.0]", "[0.5]")));
-    assert!(wrong.unwrap_err().to_string().contains("expected [x, y] or [x, y, low, high]"));
+    let invalid_scenario =
+        Scenario::parse("s.toml", &VALID_SCENARIO.replace("[[claim]]", &published_toml.replace("[0.5, 1.0]", "[0.5]")));
+    assert!(invalid_scenario.unwrap_err().to_string().contains("expected [x, y] or [x, y, low, high]"));
 }

@@ -3,14 +3,14 @@
 use std::num::NonZeroU64;
 
 use coreward_model::dispatch::{
-    AssignmentChange, CoreAllocation, Epoch, JoinBoundedShortestRankedQueue, LoadHint, LoadMonitor, ScaleDownCondition,
+    AssignmentChange, CoreAllocator, Epoch, JoinBoundedShortestRankedQueue, LoadHint, LoadMonitor, ScaleDownCondition,
     ScaleUpCondition,
 };
 
 use super::delay::DelayLine;
 use super::priority::PriorityCores;
 use super::queued::DisciplineCores;
-use super::{NicServer, Request, Server, Sink};
+use super::{NicServer, Request, ResponseSink, Server};
 use crate::rpc::ticks::{NEVER, Tick};
 
 type PriorityNicServer = NicServer<JoinBoundedShortestRankedQueue, DisciplineCores<PriorityCores>>;
@@ -21,12 +21,12 @@ type PriorityNicServer = NicServer<JoinBoundedShortestRankedQueue, DisciplineCor
 #[derive(Debug)]
 pub struct RingLeaderServer {
     server: PriorityNicServer,
-    allocation: CoreAllocation,
-    monitors: [LoadMonitor; 2],
+    allocation: CoreAllocator,
+    load_monitors: [LoadMonitor; 2],
     interval: Tick,
-    next_check: Tick,
-    hints: DelayLine<(u8, LoadHint)>,
-    answers: DelayLine<(u8, Vec<AssignmentChange>)>,
+    next_check_at: Tick,
+    hint_line: DelayLine<(u8, LoadHint)>,
+    assignment_change_line: DelayLine<(u8, Vec<AssignmentChange>)>,
 }
 
 /// Number of calm epochs before a service gives up a core; RingLeader does not publish it.
@@ -38,69 +38,75 @@ impl RingLeaderServer {
     pub fn new(
         mut server: PriorityNicServer,
         cores: u16,
-        allocation: CoreAllocation,
+        allocation: CoreAllocator,
         interval: Tick,
         latency: Tick,
     ) -> Self {
         for core in 0..cores {
             for service in [0, 1] {
-                let runs = core < allocation.core_count() && allocation.is_running(service, core);
-                server.dispatcher.set_enabled(service, core, runs);
+                let is_running = core < allocation.core_count() && allocation.is_running(service, core);
+                server.dispatcher.set_enabled(service, core, is_running);
             }
         }
         let epoch = Epoch::new(NonZeroU64::new(interval).unwrap_or(NonZeroU64::MIN));
         let mut monitor = LoadMonitor::default();
         monitor.enable_scale_up(0, ScaleUpCondition { epoch });
-        monitor.enable_scale_down(0, ScaleDownCondition { epoch, threshold: 0, calm_epochs: CALM_EPOCHS });
+        monitor.enable_scale_down(
+            0,
+            ScaleDownCondition { epoch, max_calm_queue_length: 0, required_calm_epochs: CALM_EPOCHS },
+        );
         Self {
             server,
             allocation,
-            monitors: [monitor.clone(), monitor],
+            load_monitors: [monitor.clone(), monitor],
             interval,
-            next_check: interval,
-            hints: DelayLine::new(latency),
-            answers: DelayLine::new(latency),
+            next_check_at: interval,
+            hint_line: DelayLine::new(latency),
+            assignment_change_line: DelayLine::new(latency),
         }
     }
 
     fn step(&mut self, now: Tick) {
-        if self.answers.next_arrival() == now {
-            let Some((_, (service, changes))) = self.answers.receive() else { return };
+        if self.assignment_change_line.next_arrival() == now {
+            let Some((_, (service, changes))) = self.assignment_change_line.receive() else { return };
             for AssignmentChange { service, core, is_running } in changes {
                 self.server.dispatcher.set_enabled(service, core, is_running);
             }
-            self.monitors[usize::from(service)].rearm();
-            self.server.release(now);
-        } else if self.hints.next_arrival() == now {
-            let Some((_, (service, hint))) = self.hints.receive() else { return };
+            self.load_monitors[usize::from(service)].rearm();
+            self.server.release_waiting_requests(now);
+        } else if self.hint_line.next_arrival() == now {
+            let Some((_, (service, hint))) = self.hint_line.receive() else { return };
             let nic = &self.server.dispatcher;
-            let other_waits = nic.waiting_count(1 - service) > 0;
-            let changes = self
-                .allocation
-                .apply_hint(service, hint, other_waits, |service, core| nic.ranks().outstanding(service, core));
-            self.answers.send(now, (service, changes));
+            let other_service_waits = nic.waiting_count(1 - service) > 0;
+            let changes = self.allocation.apply_load_hint(service, hint, other_service_waits, |service, core| {
+                nic.ranks().outstanding_count(service, core)
+            });
+            self.assignment_change_line.send(now, (service, changes));
         } else {
             for service in [0, 1] {
-                let oldest = self.server.waiting[usize::from(service)].front().map(|request| request.arrived_at);
-                let peak = self.server.dispatcher.take_waiting_peak(service);
-                if let Some(hint) = self.monitors[usize::from(service)].check(now, oldest, peak) {
-                    self.hints.send(now, (service, hint));
+                let oldest_arrival =
+                    self.server.waiting_requests[usize::from(service)].front().map(|request| request.arrived_at);
+                let peak_waiting_count = self.server.dispatcher.take_waiting_peak(service);
+                if let Some(hint) =
+                    self.load_monitors[usize::from(service)].check(now, oldest_arrival, peak_waiting_count)
+                {
+                    self.hint_line.send(now, (service, hint));
                 }
             }
-            self.next_check += self.interval;
+            self.next_check_at += self.interval;
         }
     }
 
     fn next_event(&self) -> Tick {
-        self.next_check.min(self.hints.next_arrival()).min(self.answers.next_arrival())
+        self.next_check_at.min(self.hint_line.next_arrival()).min(self.assignment_change_line.next_arrival())
     }
 }
 
-impl<S: Sink> Server<S> for RingLeaderServer {
+impl<S: ResponseSink> Server<S> for RingLeaderServer {
     fn advance(&mut self, until: Tick, sink: &mut S) {
         // At the end of a run, until every request is answered.
-        let ending = until == NEVER - 1;
-        while self.next_event() <= until && !(ending && self.server.outstanding == 0) {
+        let is_run_ending = until == NEVER - 1;
+        while self.next_event() <= until && !(is_run_ending && self.server.outstanding_count == 0) {
             let now = self.next_event();
             self.server.advance(now, sink);
             self.step(now);
@@ -112,8 +118,8 @@ impl<S: Sink> Server<S> for RingLeaderServer {
         Server::<S>::offer(&mut self.server, request);
     }
 
-    fn outstanding(&self) -> u64 {
-        self.server.outstanding
+    fn outstanding_count(&self) -> u64 {
+        self.server.outstanding_count
     }
 
     fn busy_times(&self, now: Tick) -> Vec<Tick> {

@@ -19,8 +19,8 @@ impl<T> DelayLine<T> {
 
     /// Sends an item at `now`, which must not be before the last send.
     #[inline]
-    pub fn send(&mut self, now: Tick, what: T) {
-        self.in_flight.push_back((now + self.latency, what));
+    pub fn send(&mut self, now: Tick, item: T) {
+        self.in_flight.push_back((now + self.latency, item));
     }
 
     #[inline]

@@ -1,6 +1,6 @@
 //! `dfcfs:X,Y`: orchestrators that each have a share of the cores.
 
-use coreward_model::dispatch::{DispatchHeader, Dispatcher, LeastTree};
+use coreward_model::dispatch::{DispatchHeader, Dispatcher, TournamentTree};
 
 use crate::rpc::ticks::Tick;
 
@@ -11,26 +11,30 @@ use crate::rpc::ticks::Tick;
 #[derive(Debug)]
 pub struct GroupedFcfsDispatcher {
     latency: Tick,
-    cores_each: u16,
+    cores_per_group: u16,
     /// For each group, the times from which its cores are idle.
-    idle_from: Vec<LeastTree<Tick>>,
+    core_idle_times: Vec<TournamentTree<Tick>>,
 }
 
 impl GroupedFcfsDispatcher {
     /// Creates a dispatcher for idle cores; `latency` is the one-way latency between NIC and cores.
-    pub fn new(groups: u16, cores_each: u16, latency: Tick) -> Self {
-        Self { latency, cores_each, idle_from: vec![LeastTree::new(cores_each, 0); usize::from(groups)] }
+    pub fn new(groups: u16, cores_per_group: u16, latency: Tick) -> Self {
+        Self {
+            latency,
+            cores_per_group,
+            core_idle_times: vec![TournamentTree::new(cores_per_group, 0); usize::from(groups)],
+        }
     }
 }
 
 impl Dispatcher for GroupedFcfsDispatcher {
     #[inline]
     fn place(&mut self, now: u64, header: &DispatchHeader) -> Option<u16> {
-        let group = (u64::from(header.flow_hash) * self.idle_from.len() as u64) >> 32;
-        let cores = &mut self.idle_from[group as usize];
-        let (core, idle_from) = cores.least();
-        cores.set(core, idle_from.max(now + self.latency) + header.expected_service_time);
-        Some(group as u16 * self.cores_each + core)
+        let group_index = (u64::from(header.flow_hash) * self.core_idle_times.len() as u64) >> 32;
+        let group_idle_times = &mut self.core_idle_times[group_index as usize];
+        let (core, idle_from) = group_idle_times.least();
+        group_idle_times.set(core, idle_from.max(now + self.latency) + header.expected_service_time);
+        Some(group_index as u16 * self.cores_per_group + core)
     }
 
     #[inline]

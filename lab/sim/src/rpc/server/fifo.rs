@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use coreward_model::dispatch::LeastTree;
+use coreward_model::dispatch::TournamentTree;
 
 use super::{Cores, Request, Response};
 use crate::rpc::ticks::{NEVER, Tick};
@@ -15,7 +15,7 @@ pub struct FifoCores {
     latency: Tick,
     cores: Vec<Core>,
     /// Time at which the next response of each core reaches the NIC.
-    next_response: LeastTree<Tick>,
+    next_response_times: TournamentTree<Tick>,
 }
 
 #[derive(Debug, Clone, Default)]
@@ -23,13 +23,17 @@ struct Core {
     idle_from: Tick,
     /// Work of all requests that were ever dispatched to the core.
     total_work: Tick,
-    under_way: VecDeque<Response>,
+    unfinished_responses: VecDeque<Response>,
 }
 
 impl FifoCores {
     /// Creates idle cores; `latency` is the one-way latency between NIC and cores.
     pub fn new(cores: u16, latency: Tick) -> Self {
-        Self { latency, cores: vec![Core::default(); usize::from(cores)], next_response: LeastTree::new(cores, NEVER) }
+        Self {
+            latency,
+            cores: vec![Core::default(); usize::from(cores)],
+            next_response_times: TournamentTree::new(cores, NEVER),
+        }
     }
 }
 
@@ -48,32 +52,34 @@ impl Cores for FifoCores {
         entry.idle_from = start + request.work;
         entry.total_work += request.work;
         let response = Response { departed_at: entry.idle_from + self.latency, request };
-        if entry.under_way.is_empty() {
-            self.next_response.set(core, response.departed_at);
+        if entry.unfinished_responses.is_empty() {
+            self.next_response_times.set(core, response.departed_at);
         }
-        entry.under_way.push_back(response);
+        entry.unfinished_responses.push_back(response);
     }
 
     #[inline]
     fn next_event(&self) -> Tick {
-        self.next_response.least().1
+        self.next_response_times.least().1
     }
 
     #[inline]
     fn step(&mut self) -> Option<(u16, Response)> {
-        let (core, _) = self.next_response.least();
+        let (core, _) = self.next_response_times.least();
         let entry = &mut self.cores[usize::from(core)];
-        let response = entry.under_way.pop_front()?;
-        self.next_response.set(core, entry.under_way.front().map_or(NEVER, |next| next.departed_at));
+        let response = entry.unfinished_responses.pop_front()?;
+        self.next_response_times.set(core, entry.unfinished_responses.front().map_or(NEVER, |next| next.departed_at));
         Some((core, response))
     }
 
     fn busy_times(&self, now: Tick) -> Vec<Tick> {
-        let ahead = |core: &Core| -> Tick {
-            let unfinished =
-                core.under_way.iter().rev().take_while(|response| response.departed_at - self.latency > now);
-            unfinished.map(|response| (response.departed_at - self.latency - now).min(response.request.work)).sum()
+        let remaining_work = |core: &Core| -> Tick {
+            let unfinished_responses =
+                core.unfinished_responses.iter().rev().take_while(|response| response.departed_at - self.latency > now);
+            unfinished_responses
+                .map(|response| (response.departed_at - self.latency - now).min(response.request.work))
+                .sum()
         };
-        self.cores.iter().map(|core| core.total_work - ahead(core)).collect()
+        self.cores.iter().map(|core| core.total_work - remaining_work(core)).collect()
     }
 }

@@ -52,7 +52,7 @@ impl Request {
         DispatchHeader {
             service: self.service,
             expected_service_time: self.work,
-            hash: self.hash,
+            request_hash: self.hash,
             flow_hash: self.flow_hash,
         }
     }
@@ -66,13 +66,13 @@ pub struct Response {
     pub request: Request,
 }
 
-pub trait Sink {
+pub trait ResponseSink {
     /// Processes a response that leaves the NIC. Must be called in the order of departures.
     fn handle_response(&mut self, response: &Response);
 }
 
 /// Interface of a server to a simulation.
-pub trait Server<S: Sink> {
+pub trait Server<S: ResponseSink> {
     /// Processes all events up to and including the time `until`.
     fn advance(&mut self, until: Tick, sink: &mut S);
 
@@ -80,7 +80,7 @@ pub trait Server<S: Sink> {
     fn offer(&mut self, request: Request);
 
     /// Returns the number of requests whose responses have not left the NIC yet.
-    fn outstanding(&self) -> u64;
+    fn outstanding_count(&self) -> u64;
 
     /// Returns each core's busy time until `now`; all events up to `now` must have been processed.
     fn busy_times(&self, now: Tick) -> Vec<Tick>;
@@ -91,7 +91,7 @@ pub trait Cores {
     /// Sends `request` from the NIC to `core` at `now`.
     fn dispatch(&mut self, now: Tick, core: u16, request: Request);
 
-    /// Returns the time of the next event; [`super::ticks::NEVER`] without outstanding requests.
+    /// Returns the time of the next event; [`super::ticks::LONG_TIMEOUT`] without outstanding requests.
     fn next_event(&self) -> Tick;
 
     /// Processes the next event. Returns the response and its core, if a response reaches the NIC.
@@ -105,50 +105,50 @@ pub trait Cores {
 pub struct NicServer<D, C> {
     dispatcher: D,
     cores: C,
-    waiting: Vec<VecDeque<Request>>,
-    outstanding: u64,
+    waiting_requests: Vec<VecDeque<Request>>,
+    outstanding_count: u64,
 }
 
 impl<D: Dispatcher, C: Cores> NicServer<D, C> {
     /// Creates a server with a queue at the NIC for each of `services` services.
     pub fn new(dispatcher: D, cores: C, services: u8) -> Self {
-        Self { dispatcher, cores, waiting: vec![VecDeque::new(); usize::from(services)], outstanding: 0 }
+        Self { dispatcher, cores, waiting_requests: vec![VecDeque::new(); usize::from(services)], outstanding_count: 0 }
     }
 
     /// Sends those waiting requests to cores that the dispatcher now allows.
     #[inline]
-    fn release(&mut self, now: Tick) {
+    fn release_waiting_requests(&mut self, now: Tick) {
         while let Some(release) = self.dispatcher.release(now) {
-            let released = self.waiting[usize::from(release.service)].pop_front();
-            self.cores.dispatch(now, release.core, released.expect("the dispatcher counts those that wait"));
+            let request = self.waiting_requests[usize::from(release.service)].pop_front();
+            self.cores.dispatch(now, release.core, request.expect("the dispatcher counts those that wait"));
         }
     }
 }
 
-impl<D: Dispatcher, C: Cores, S: Sink> Server<S> for NicServer<D, C> {
+impl<D: Dispatcher, C: Cores, S: ResponseSink> Server<S> for NicServer<D, C> {
     #[inline]
     fn advance(&mut self, until: Tick, sink: &mut S) {
         while self.cores.next_event() <= until {
             let Some((core, response)) = self.cores.step() else { continue };
             self.dispatcher.record_completion(core, &response.request.header());
-            self.release(response.departed_at);
-            self.outstanding -= 1;
+            self.release_waiting_requests(response.departed_at);
+            self.outstanding_count -= 1;
             sink.handle_response(&response);
         }
     }
 
     #[inline]
     fn offer(&mut self, request: Request) {
-        self.outstanding += 1;
+        self.outstanding_count += 1;
         match self.dispatcher.place(request.arrived_at, &request.header()) {
             Some(core) => self.cores.dispatch(request.arrived_at, core, request),
-            None => self.waiting[usize::from(request.service)].push_back(request),
+            None => self.waiting_requests[usize::from(request.service)].push_back(request),
         }
     }
 
     #[inline]
-    fn outstanding(&self) -> u64 {
-        self.outstanding
+    fn outstanding_count(&self) -> u64 {
+        self.outstanding_count
     }
 
     fn busy_times(&self, now: Tick) -> Vec<Tick> {

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use coreward_model::dispatch::LeastTree;
+use coreward_model::dispatch::TournamentTree;
 
 use super::Request;
 use super::queued::Discipline;
@@ -19,12 +19,12 @@ pub struct PriorityCores {
 
 #[derive(Debug, Clone)]
 struct Core {
-    running: Option<Job>,
+    running_job: Option<Job>,
     /// Time at which the running job was started or continued, after a switch of the service.
     started_at: Tick,
     last_service: u8,
     /// Waiting jobs of each service.
-    queues: Vec<VecDeque<Job>>,
+    waiting_jobs: Vec<VecDeque<Job>>,
     /// Time of all requests that ran here, and of switches; includes the remaining time of the running request.
     busy_time: Tick,
 }
@@ -32,40 +32,40 @@ struct Core {
 #[derive(Debug, Clone, Copy)]
 struct Job {
     request: Request,
-    remaining: Tick,
+    remaining_time: Tick,
 }
 
 impl PriorityCores {
     /// Creates idle cores. A request can yield after `quantum`; a switch to another service takes `switch_cost`.
     pub fn new(cores: u16, services: u8, quantum: Tick, switch_cost: Tick) -> Self {
-        let core = Core {
-            running: None,
+        let idle_core = Core {
+            running_job: None,
             started_at: 0,
             last_service: 0,
-            queues: vec![VecDeque::new(); usize::from(services)],
+            waiting_jobs: vec![VecDeque::new(); usize::from(services)],
             busy_time: 0,
         };
-        Self { quantum, switch_cost, cores: vec![core; usize::from(cores)] }
+        Self { quantum, switch_cost, cores: vec![idle_core; usize::from(cores)] }
     }
 
-    fn run_next(&mut self, now: Tick, core: u16, timers: &mut LeastTree<Tick>) {
+    fn run_next_job(&mut self, now: Tick, core: u16, timers: &mut TournamentTree<Tick>) {
         let entry = &mut self.cores[usize::from(core)];
-        let Some(job) = entry.queues.iter_mut().find_map(VecDeque::pop_front) else { return };
-        let switch = if job.request.service == entry.last_service { 0 } else { self.switch_cost };
+        let Some(job) = entry.waiting_jobs.iter_mut().find_map(VecDeque::pop_front) else { return };
+        let switch_time = if job.request.service == entry.last_service { 0 } else { self.switch_cost };
         entry.last_service = job.request.service;
-        entry.started_at = now + switch;
-        entry.busy_time += switch + job.remaining;
-        timers.set(core, entry.started_at + job.remaining);
-        entry.running = Some(job);
+        entry.started_at = now + switch_time;
+        entry.busy_time += switch_time + job.remaining_time;
+        timers.set(core, entry.started_at + job.remaining_time);
+        entry.running_job = Some(job);
     }
 }
 
 impl Discipline for PriorityCores {
-    fn handle_arrival(&mut self, now: Tick, core: u16, request: Request, timers: &mut LeastTree<Tick>) {
+    fn handle_arrival(&mut self, now: Tick, core: u16, request: Request, timers: &mut TournamentTree<Tick>) {
         let entry = &mut self.cores[usize::from(core)];
-        entry.queues[usize::from(request.service)].push_back(Job { request, remaining: request.work });
-        match entry.running {
-            None => self.run_next(now, core, timers),
+        entry.waiting_jobs[usize::from(request.service)].push_back(Job { request, remaining_time: request.work });
+        match entry.running_job {
+            None => self.run_next_job(now, core, timers),
             Some(job) if request.service < job.request.service => {
                 let quanta = now.saturating_sub(entry.started_at).div_ceil(self.quantum);
                 let end_of_quantum = (entry.started_at + quanta * self.quantum).max(now);
@@ -76,22 +76,23 @@ impl Discipline for PriorityCores {
         }
     }
 
-    fn handle_timer(&mut self, now: Tick, core: u16, timers: &mut LeastTree<Tick>) -> Option<Request> {
+    fn handle_timer(&mut self, now: Tick, core: u16, timers: &mut TournamentTree<Tick>) -> Option<Request> {
         let entry = &mut self.cores[usize::from(core)];
-        let mut job = entry.running.take()?;
-        let served = now.saturating_sub(entry.started_at);
-        let finished = served >= job.remaining;
-        if !finished {
-            job.remaining -= served;
-            entry.busy_time -= job.remaining;
-            entry.queues[usize::from(job.request.service)].push_front(job);
+        let mut job = entry.running_job.take()?;
+        let served_time = now.saturating_sub(entry.started_at);
+        let is_finished = served_time >= job.remaining_time;
+        if !is_finished {
+            job.remaining_time -= served_time;
+            entry.busy_time -= job.remaining_time;
+            entry.waiting_jobs[usize::from(job.request.service)].push_front(job);
         }
-        self.run_next(now, core, timers);
-        finished.then_some(job.request)
+        self.run_next_job(now, core, timers);
+        is_finished.then_some(job.request)
     }
 
     fn busy_times(&self, now: Tick) -> Vec<Tick> {
-        let ahead = |core: &Core| core.running.map_or(0, |job| (core.started_at + job.remaining).saturating_sub(now));
-        self.cores.iter().map(|core| core.busy_time - ahead(core)).collect()
+        let remaining_time =
+            |core: &Core| core.running_job.map_or(0, |job| (core.started_at + job.remaining_time).saturating_sub(now));
+        self.cores.iter().map(|core| core.busy_time - remaining_time(core)).collect()
     }
 }

@@ -1,7 +1,7 @@
 //! Cores whose order of service is not known at a request's arrival: it waits, and may be served in parts or by another
 //! core.
 
-use coreward_model::dispatch::LeastTree;
+use coreward_model::dispatch::TournamentTree;
 
 use super::delay::DelayLine;
 use super::{Cores, Request, Response};
@@ -9,10 +9,10 @@ use crate::rpc::ticks::{NEVER, Tick};
 
 /// Order in which cores serve requests.
 pub trait Discipline {
-    fn handle_arrival(&mut self, now: Tick, core: u16, request: Request, timers: &mut LeastTree<Tick>);
+    fn handle_arrival(&mut self, now: Tick, core: u16, request: Request, timers: &mut TournamentTree<Tick>);
 
     /// Processes the timer of a core, which is already cleared. Returns the request that the core has finished, if any.
-    fn handle_timer(&mut self, now: Tick, core: u16, timers: &mut LeastTree<Tick>) -> Option<Request>;
+    fn handle_timer(&mut self, now: Tick, core: u16, timers: &mut TournamentTree<Tick>) -> Option<Request>;
 
     /// Returns each core's busy time until `now`.
     fn busy_times(&self, now: Tick) -> Vec<Tick>;
@@ -22,9 +22,9 @@ pub trait Discipline {
 #[derive(Debug)]
 pub struct DisciplineCores<Q> {
     discipline: Q,
-    arriving: DelayLine<(u16, Request)>,
-    departing: DelayLine<(u16, Request)>,
-    timers: LeastTree<Tick>,
+    requests_to_cores: DelayLine<(u16, Request)>,
+    responses_to_nic: DelayLine<(u16, Request)>,
+    timers: TournamentTree<Tick>,
 }
 
 impl<Q: Discipline> DisciplineCores<Q> {
@@ -32,9 +32,9 @@ impl<Q: Discipline> DisciplineCores<Q> {
     pub fn new(cores: u16, latency: Tick, discipline: Q) -> Self {
         Self {
             discipline,
-            arriving: DelayLine::new(latency),
-            departing: DelayLine::new(latency),
-            timers: LeastTree::new(cores, NEVER),
+            requests_to_cores: DelayLine::new(latency),
+            responses_to_nic: DelayLine::new(latency),
+            timers: TournamentTree::new(cores, NEVER),
         }
     }
 }
@@ -42,28 +42,28 @@ impl<Q: Discipline> DisciplineCores<Q> {
 impl<Q: Discipline> Cores for DisciplineCores<Q> {
     #[inline]
     fn dispatch(&mut self, now: Tick, core: u16, request: Request) {
-        self.arriving.send(now, (core, request));
+        self.requests_to_cores.send(now, (core, request));
     }
 
     #[inline]
     fn next_event(&self) -> Tick {
-        self.arriving.next_arrival().min(self.timers.least().1).min(self.departing.next_arrival())
+        self.requests_to_cores.next_arrival().min(self.timers.least().1).min(self.responses_to_nic.next_arrival())
     }
 
     fn step(&mut self) -> Option<(u16, Response)> {
         let now = self.next_event();
-        if self.departing.next_arrival() == now {
-            let (left, (core, request)) = self.departing.receive()?;
+        if self.responses_to_nic.next_arrival() == now {
+            let (left, (core, request)) = self.responses_to_nic.receive()?;
             return Some((core, Response { departed_at: left, request }));
         }
         let (core, timer) = self.timers.least();
         if timer == now {
             self.timers.set(core, NEVER);
             if let Some(finished) = self.discipline.handle_timer(now, core, &mut self.timers) {
-                self.departing.send(now, (core, finished));
+                self.responses_to_nic.send(now, (core, finished));
             }
         } else {
-            let (_, (core, request)) = self.arriving.receive()?;
+            let (_, (core, request)) = self.requests_to_cores.receive()?;
             self.discipline.handle_arrival(now, core, request, &mut self.timers);
         }
         None

@@ -1,9 +1,9 @@
 //! `rss-rebalanced:T`: RSS with periodic regrouping of the buckets, without cost.
 
-use coreward_model::dispatch::{BucketHash, assign_buckets_to_cores};
+use coreward_model::dispatch::{RssDispatcher, assign_buckets_to_cores};
 use coreward_model::rss::IndirectionTable;
 
-use super::{FifoCores, NicServer, Request, Server, Sink};
+use super::{FifoCores, NicServer, Request, ResponseSink, Server};
 use crate::rpc::ticks::Tick;
 
 /// Server that regroups the buckets every T. Each core's queued work plus the expected work of its buckets within the
@@ -15,54 +15,55 @@ use crate::rpc::ticks::Tick;
 /// VII-E) has 2.7 for 100 us; for 1 ms it has 3.4, as this simulation.
 #[derive(Debug)]
 pub struct RebalancedServer {
-    server: NicServer<BucketHash, FifoCores>,
-    interval: Tick,
-    next_regroup: Tick,
+    server: NicServer<RssDispatcher, FifoCores>,
+    regroup_interval: Tick,
+    next_regroup_at: Tick,
     /// Work of the requests that have arrived so far, by bucket.
     bucket_work: Vec<u64>,
 }
 
 impl RebalancedServer {
     /// Creates a server that regroups its buckets every `regroup_interval` ticks.
-    pub fn new(server: NicServer<BucketHash, FifoCores>, interval: Tick) -> Self {
-        let buckets = server.dispatcher.table().entry_count();
-        Self { server, interval, next_regroup: interval, bucket_work: vec![0; buckets] }
+    pub fn new(server: NicServer<RssDispatcher, FifoCores>, regroup_interval: Tick) -> Self {
+        let bucket_count = server.dispatcher.table().entry_count();
+        Self { server, regroup_interval, next_regroup_at: regroup_interval, bucket_work: vec![0; bucket_count] }
     }
 
     fn regroup(&mut self, now: Tick) {
-        let ahead = |work: &u64| (u128::from(*work) * u128::from(self.interval) / u128::from(now)) as u64;
-        let loads: Vec<u64> = self.bucket_work.iter().map(ahead).collect();
-        let backlog: Vec<u64> = self.server.cores.backlog(now).collect();
-        let table =
-            IndirectionTable::new(&assign_buckets_to_cores(&loads, &backlog)).expect("as long as the table was");
+        let expected_work =
+            |work: &u64| (u128::from(*work) * u128::from(self.regroup_interval) / u128::from(now)) as u64;
+        let expected_bucket_work: Vec<u64> = self.bucket_work.iter().map(expected_work).collect();
+        let core_backlogs: Vec<u64> = self.server.cores.backlog(now).collect();
+        let table = IndirectionTable::new(&assign_buckets_to_cores(&expected_bucket_work, &core_backlogs))
+            .expect("as long as the table was");
         self.server.dispatcher.set_table(table);
     }
 }
 
-impl<S: Sink> Server<S> for RebalancedServer {
+impl<S: ResponseSink> Server<S> for RebalancedServer {
     fn advance(&mut self, until: Tick, sink: &mut S) {
         // Without outstanding requests many regroupings have the same result as one.
-        while self.next_regroup <= until && self.server.outstanding > 0 {
-            self.server.advance(self.next_regroup, sink);
-            self.regroup(self.next_regroup);
-            self.next_regroup += self.interval;
+        while self.next_regroup_at <= until && self.server.outstanding_count > 0 {
+            self.server.advance(self.next_regroup_at, sink);
+            self.regroup(self.next_regroup_at);
+            self.next_regroup_at += self.regroup_interval;
         }
         self.server.advance(until, sink);
     }
 
     fn offer(&mut self, request: Request) {
-        if self.next_regroup <= request.arrived_at {
-            let last = request.arrived_at / self.interval * self.interval;
-            self.regroup(last);
-            self.next_regroup = last + self.interval;
+        if self.next_regroup_at <= request.arrived_at {
+            let last_regroup_at = request.arrived_at / self.regroup_interval * self.regroup_interval;
+            self.regroup(last_regroup_at);
+            self.next_regroup_at = last_regroup_at + self.regroup_interval;
         }
         let bucket = request.flow_hash as usize & (self.bucket_work.len() - 1);
         self.bucket_work[bucket] += request.work;
         Server::<S>::offer(&mut self.server, request);
     }
 
-    fn outstanding(&self) -> u64 {
-        self.server.outstanding
+    fn outstanding_count(&self) -> u64 {
+        self.server.outstanding_count
     }
 
     fn busy_times(&self, now: Tick) -> Vec<Tick> {

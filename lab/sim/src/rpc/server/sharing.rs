@@ -14,20 +14,20 @@ use crate::rpc::ticks::{NEVER, Tick};
 /// arrivals (Demers, Keshav and Shenker, SIGCOMM'89), and a heap of virtual ends suffices.
 #[derive(Debug)]
 pub struct ProcessorSharing {
-    cores: u64,
-    arriving: DelayLine<Request>,
-    departing: DelayLine<Request>,
+    core_count: u64,
+    requests_to_cores: DelayLine<Request>,
+    responses_to_nic: DelayLine<Request>,
     jobs: BinaryHeap<Reverse<Job>>,
     /// Virtual time at `updated_at`, in [`FIXED_POINT_ONE`]s of a tick.
     virtual_now: u128,
     updated_at: Tick,
     /// Advance of the virtual time per tick, in [`FIXED_POINT_ONE`]s of a tick.
-    rate: u128,
-    next_end: Tick,
+    virtual_time_per_tick: u128,
+    next_end_at: Tick,
     /// Number of the next job to arrive, which orders jobs with equal ends.
-    arrival_number: u64,
+    next_arrival_number: u64,
     /// Busy time of all cores together until `updated_at`.
-    busy_time: Tick,
+    total_busy_time: Tick,
 }
 
 /// One tick in virtual time: 32 fractional bits keep the rate exact to 1e-9 for any number of requests that fits into
@@ -57,67 +57,68 @@ impl ProcessorSharing {
     /// Creates idle cores; `latency` is the one-way latency between NIC and cores.
     pub fn new(cores: u16, latency: Tick) -> Self {
         Self {
-            cores: u64::from(cores),
-            arriving: DelayLine::new(latency),
-            departing: DelayLine::new(latency),
+            core_count: u64::from(cores),
+            requests_to_cores: DelayLine::new(latency),
+            responses_to_nic: DelayLine::new(latency),
             jobs: BinaryHeap::new(),
             virtual_now: 0,
             updated_at: 0,
-            rate: FIXED_POINT_ONE,
-            next_end: NEVER,
-            arrival_number: 0,
-            busy_time: 0,
+            virtual_time_per_tick: FIXED_POINT_ONE,
+            next_end_at: NEVER,
+            next_arrival_number: 0,
+            total_busy_time: 0,
         }
     }
 
     fn advance_to(&mut self, now: Tick) {
-        self.busy_time += self.busy_time_until(now);
-        self.virtual_now += u128::from(now - self.updated_at) * self.rate;
+        self.total_busy_time += self.busy_time_since_update(now);
+        self.virtual_now += u128::from(now - self.updated_at) * self.virtual_time_per_tick;
         self.updated_at = now;
     }
 
-    fn busy_time_until(&self, now: Tick) -> Tick {
-        (now - self.updated_at) * self.cores.min(self.jobs.len() as u64)
+    fn busy_time_since_update(&self, now: Tick) -> Tick {
+        (now - self.updated_at) * self.core_count.min(self.jobs.len() as u64)
     }
 
     /// Updates the rate of virtual time and the next end after a change of the number of jobs.
     fn update_rate(&mut self) {
-        let jobs = self.jobs.len() as u128;
-        self.rate = if jobs <= u128::from(self.cores) {
+        let job_count = self.jobs.len() as u128;
+        self.virtual_time_per_tick = if job_count <= u128::from(self.core_count) {
             FIXED_POINT_ONE
         } else {
-            u128::from(self.cores) * FIXED_POINT_ONE / jobs
+            u128::from(self.core_count) * FIXED_POINT_ONE / job_count
         };
-        self.next_end = self.jobs.peek().map_or(NEVER, |Reverse(first)| {
-            self.updated_at + first.virtual_end.saturating_sub(self.virtual_now).div_ceil(self.rate) as Tick
+        self.next_end_at = self.jobs.peek().map_or(NEVER, |Reverse(first)| {
+            self.updated_at
+                + first.virtual_end.saturating_sub(self.virtual_now).div_ceil(self.virtual_time_per_tick) as Tick
         });
     }
 }
 
 impl Cores for ProcessorSharing {
     fn dispatch(&mut self, now: Tick, _core: u16, request: Request) {
-        self.arriving.send(now, request);
+        self.requests_to_cores.send(now, request);
     }
 
     #[inline]
     fn next_event(&self) -> Tick {
-        self.arriving.next_arrival().min(self.next_end).min(self.departing.next_arrival())
+        self.requests_to_cores.next_arrival().min(self.next_end_at).min(self.responses_to_nic.next_arrival())
     }
 
     fn step(&mut self) -> Option<(u16, Response)> {
         let now = self.next_event();
-        if self.departing.next_arrival() == now {
-            return self.departing.receive().map(|(left, request)| (0, Response { departed_at: left, request }));
+        if self.responses_to_nic.next_arrival() == now {
+            return self.responses_to_nic.receive().map(|(left, request)| (0, Response { departed_at: left, request }));
         }
         self.advance_to(now);
-        if self.next_end == now {
+        if self.next_end_at == now {
             let Reverse(ended) = self.jobs.pop()?;
-            self.departing.send(now, ended.request);
+            self.responses_to_nic.send(now, ended.request);
         } else {
-            let (_, request) = self.arriving.receive()?;
+            let (_, request) = self.requests_to_cores.receive()?;
             let virtual_end = self.virtual_now + u128::from(request.work) * FIXED_POINT_ONE;
-            self.jobs.push(Reverse(Job { virtual_end, arrival_number: self.arrival_number, request }));
-            self.arrival_number += 1;
+            self.jobs.push(Reverse(Job { virtual_end, arrival_number: self.next_arrival_number, request }));
+            self.next_arrival_number += 1;
         }
         self.update_rate();
         None
@@ -125,6 +126,6 @@ impl Cores for ProcessorSharing {
 
     fn busy_times(&self, now: Tick) -> Vec<Tick> {
         // All cores share all work equally.
-        vec![(self.busy_time + self.busy_time_until(now)) / self.cores; self.cores as usize]
+        vec![(self.total_busy_time + self.busy_time_since_update(now)) / self.core_count; self.core_count as usize]
     }
 }

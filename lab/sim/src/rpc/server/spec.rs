@@ -3,15 +3,15 @@
 use std::num::NonZeroU16;
 
 use coreward_model::dispatch::{
-    BucketHash, ClassBoundedShortestQueue, CoreAllocation, CoreAssignment, Dispatcher, FeoConfig,
+    ClassBoundedShortestQueue, CoreAllocator, CoreAssignmentMode, Dispatcher, FirstEligibleOutConfig,
     JoinBoundedShortestRankedQueue, JoinLightestQueue, JoinShortestQueue, RandomCore, RankArrays, RankedService,
-    RoundRobinCore,
+    RoundRobinCore, RssDispatcher,
 };
 use coreward_model::rss::IndirectionTable;
 
 use super::{
     Cores, DisciplineCores, FifoCores, GroupedFcfsDispatcher, NicServer, PriorityCores, ProcessorSharing,
-    RebalancedServer, RingLeaderServer, Server, Sink, StealingCores,
+    RebalancedServer, ResponseSink, RingLeaderServer, Server, StealingCores,
 };
 use crate::rpc::ticks::{Tick, to_ticks};
 use crate::rpc::{JbsrqOptions, Policy};
@@ -22,7 +22,7 @@ pub struct ServerSpec<'a> {
     /// Number of cores, at least 1.
     pub cores: u16,
     /// Number of classes of service times.
-    pub classes: u8,
+    pub class_count: u8,
     /// One-way latency between NIC and cores.
     pub latency: Tick,
     /// Indirection table for policies that use RSS.
@@ -30,7 +30,7 @@ pub struct ServerSpec<'a> {
 }
 
 /// Generic visitor of a server: each server type gets specialized code without dynamic calls.
-pub trait ServerVisitor<S: Sink> {
+pub trait ServerVisitor<S: ResponseSink> {
     type Output;
 
     /// Uses the server, whose type is known at compile time.
@@ -39,28 +39,29 @@ pub trait ServerVisitor<S: Sink> {
 
 impl ServerSpec<'_> {
     /// Builds the server and passes it to `visitor`.
-    pub fn build<S: Sink, V: ServerVisitor<S>>(&self, visitor: V) -> V::Output {
+    pub fn build<S: ResponseSink, V: ServerVisitor<S>>(&self, visitor: V) -> V::Output {
         let Self { cores, latency, .. } = *self;
-        let fifo = || FifoCores::new(cores, latency);
+        let fifo_cores = || FifoCores::new(cores, latency);
         match self.policy {
             Policy::CentralFcfs => {
-                visit_nic_server(visitor, JoinShortestQueue::bounded(cores, NonZeroU16::MIN), fifo())
+                visit_nic_server(visitor, JoinShortestQueue::bounded(cores, NonZeroU16::MIN), fifo_cores())
             }
-            Policy::Random => visit_nic_server(visitor, RandomCore::new(cores), fifo()),
-            Policy::RoundRobin => visit_nic_server(visitor, RoundRobinCore::new(cores), fifo()),
-            Policy::ShortestQueue => visit_nic_server(visitor, JoinShortestQueue::unbounded(cores), fifo()),
-            Policy::LightestQueue => visit_nic_server(visitor, JoinLightestQueue::new(cores), fifo()),
+            Policy::Random => visit_nic_server(visitor, RandomCore::new(cores), fifo_cores()),
+            Policy::RoundRobin => visit_nic_server(visitor, RoundRobinCore::new(cores), fifo_cores()),
+            Policy::ShortestQueue => visit_nic_server(visitor, JoinShortestQueue::unbounded(cores), fifo_cores()),
+            Policy::LightestQueue => visit_nic_server(visitor, JoinLightestQueue::new(cores), fifo_cores()),
             Policy::BoundedShortestQueue(bound) => {
-                visit_nic_server(visitor, JoinShortestQueue::bounded(cores, *bound), fifo())
+                visit_nic_server(visitor, JoinShortestQueue::bounded(cores, *bound), fifo_cores())
             }
-            Policy::RankedQueue(options) => self.build_ranked(visitor, options),
-            Policy::ClassBoundedQueue(options) => {
-                visit_nic_server(visitor, ClassBoundedShortestQueue::new(options.bounds(cores, self.classes)), fifo())
-            }
-            Policy::Rss => visit_nic_server(visitor, self.bucket_hash(), fifo()),
-            Policy::RssRebalanced(every) => {
-                visitor.visit(RebalancedServer::new(NicServer::new(self.bucket_hash(), fifo(), 1), to_ticks(*every)))
-            }
+            Policy::RankedQueue(options) => self.build_ranked_queue_server(visitor, options),
+            Policy::ClassBoundedQueue(options) => visit_nic_server(
+                visitor,
+                ClassBoundedShortestQueue::new(options.class_bounds(cores, self.class_count)),
+                fifo_cores(),
+            ),
+            Policy::Rss => visit_nic_server(visitor, self.bucket_hash(), fifo_cores()),
+            Policy::RssRebalanced(every) => visitor
+                .visit(RebalancedServer::new(NicServer::new(self.bucket_hash(), fifo_cores(), 1), to_ticks(*every))),
             Policy::WorkStealing(cost) => {
                 let stealing = StealingCores::new(cores, to_ticks(*cost));
                 visit_nic_server(visitor, self.bucket_hash(), DisciplineCores::new(cores, latency, stealing))
@@ -68,35 +69,46 @@ impl ServerSpec<'_> {
             Policy::ProcessorSharing => {
                 visit_nic_server(visitor, RoundRobinCore::new(1), ProcessorSharing::new(cores, latency))
             }
-            Policy::GroupedFcfs { groups, cores_each } => {
-                visit_nic_server(visitor, GroupedFcfsDispatcher::new(groups.get(), cores_each.get(), latency), fifo())
-            }
+            Policy::GroupedFcfs { groups, cores_per_group: cores_each } => visit_nic_server(
+                visitor,
+                GroupedFcfsDispatcher::new(groups.get(), cores_each.get(), latency),
+                fifo_cores(),
+            ),
         }
     }
 
-    fn bucket_hash(&self) -> BucketHash {
-        BucketHash::new(self.indirection_table.clone())
+    fn bucket_hash(&self) -> RssDispatcher {
+        RssDispatcher::new(self.indirection_table.clone())
     }
 
-    fn build_ranked<S: Sink, V: ServerVisitor<S>>(&self, visitor: V, options: &JbsrqOptions) -> V::Output {
-        let Self { cores, latency, classes, .. } = *self;
-        let services = options.priorities.service_count(classes);
-        let behind = PriorityCores::new(cores, services, to_ticks(options.quantum), to_ticks(options.switch_cost));
-        let JbsrqOptions { lambda, depth, rank, scheduler, .. } = *options;
-        let ranked: Vec<_> = (0..services).map(|priority| RankedService { priority, lambda }).collect();
-        let feo = FeoConfig { selection: scheduler, ..FeoConfig::strict_priority(0..services) };
-        let ranks = RankArrays::new(cores, &ranked, rank, depth);
-        let dispatcher = JoinBoundedShortestRankedQueue::with_ranks(ranks, &feo).expect("1 to 64 services");
-        let server = NicServer::new(dispatcher, DisciplineCores::new(cores, latency, behind), services);
-        if options.assignment == CoreAssignment::CompleteShare {
+    fn build_ranked_queue_server<S: ResponseSink, V: ServerVisitor<S>>(
+        &self,
+        visitor: V,
+        options: &JbsrqOptions,
+    ) -> V::Output {
+        let Self { cores, latency, class_count: classes, .. } = *self;
+        let service_count = options.priorities.service_count(classes);
+        let priority_cores =
+            PriorityCores::new(cores, service_count, to_ticks(options.quantum), to_ticks(options.switch_cost));
+        let JbsrqOptions { lambda, queue_depth: depth, rank_rule: rank, scheduler, .. } = *options;
+        let ranked_services: Vec<_> = (0..service_count).map(|priority| RankedService { priority, lambda }).collect();
+        let scheduler_config = FirstEligibleOutConfig {
+            selection: scheduler,
+            ..FirstEligibleOutConfig::strict_priority(0..service_count)
+        };
+        let ranks = RankArrays::new(cores, &ranked_services, rank, depth);
+        let dispatcher =
+            JoinBoundedShortestRankedQueue::with_ranks(ranks, &scheduler_config).expect("1 to 64 services");
+        let server = NicServer::new(dispatcher, DisciplineCores::new(cores, latency, priority_cores), service_count);
+        if options.assignment == CoreAssignmentMode::CompleteShare {
             return visitor.visit(server);
         }
-        let allocation = CoreAllocation::new(options.assignment, options.worker_count(cores), options.reserved);
+        let allocation = CoreAllocator::new(options.assignment, options.worker_count(cores), options.reserved_cores);
         visitor.visit(RingLeaderServer::new(server, cores, allocation, to_ticks(options.interval), latency))
     }
 }
 
-fn visit_nic_server<S: Sink, V: ServerVisitor<S>, D, C>(visitor: V, dispatcher: D, cores: C) -> V::Output
+fn visit_nic_server<S: ResponseSink, V: ServerVisitor<S>, D, C>(visitor: V, dispatcher: D, cores: C) -> V::Output
 where
     D: Dispatcher + 'static,
     C: Cores + 'static,

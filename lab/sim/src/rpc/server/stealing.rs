@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use coreward_model::dispatch::{LeastTree, LongestQueueStealing};
+use coreward_model::dispatch::{LongestQueueStealing, TournamentTree};
 
 use super::Request;
 use super::queued::Discipline;
@@ -12,14 +12,14 @@ use crate::rpc::ticks::Tick;
 /// stolen request takes `stealing_cost` longer.
 #[derive(Debug)]
 pub struct StealingCores {
-    cost: Tick,
-    policy: LongestQueueStealing,
+    stealing_cost: Tick,
+    stealing_policy: LongestQueueStealing,
     cores: Vec<Core>,
 }
 
 #[derive(Debug, Clone, Default)]
 struct Core {
-    in_service: Option<Request>,
+    request_in_service: Option<Request>,
     busy_until: Tick,
     queue: VecDeque<Request>,
     /// Time of all requests that started here, including the cost of stealing.
@@ -28,52 +28,63 @@ struct Core {
 
 impl StealingCores {
     /// Creates idle cores; a stolen request takes `stealing_cost` longer.
-    pub fn new(cores: u16, cost: Tick) -> Self {
-        Self { cost, policy: LongestQueueStealing::new(cores), cores: vec![Core::default(); usize::from(cores)] }
+    pub fn new(cores: u16, stealing_cost: Tick) -> Self {
+        Self {
+            stealing_cost,
+            stealing_policy: LongestQueueStealing::new(cores),
+            cores: vec![Core::default(); usize::from(cores)],
+        }
     }
 
-    fn serve(&mut self, now: Tick, core: u16, request: Request, cost: Tick, timers: &mut LeastTree<Tick>) {
+    fn serve(
+        &mut self,
+        now: Tick,
+        core: u16,
+        request: Request,
+        additional_time: Tick,
+        timers: &mut TournamentTree<Tick>,
+    ) {
         let entry = &mut self.cores[usize::from(core)];
-        entry.busy_until = now + cost + request.work;
-        entry.busy_time += cost + request.work;
-        entry.in_service = Some(request);
+        entry.busy_until = now + additional_time + request.work;
+        entry.busy_time += additional_time + request.work;
+        entry.request_in_service = Some(request);
         timers.set(core, entry.busy_until);
-        self.policy.set_busy(core, true);
+        self.stealing_policy.set_busy(core, true);
     }
 
-    fn take_first(&mut self, core: u16) -> Option<Request> {
+    fn take_first_waiting(&mut self, core: u16) -> Option<Request> {
         let queue = &mut self.cores[usize::from(core)].queue;
         let first = queue.pop_front()?;
-        self.policy.set_queue_length(core, queue.len() as u32);
+        self.stealing_policy.set_queue_length(core, queue.len() as u32);
         Some(first)
     }
 
-    fn steal(&mut self, now: Tick, timers: &mut LeastTree<Tick>) {
-        if let Some(steal) = self.policy.next_steal()
-            && let Some(request) = self.take_first(steal.victim)
+    fn steal_request(&mut self, now: Tick, timers: &mut TournamentTree<Tick>) {
+        if let Some(steal) = self.stealing_policy.next_steal()
+            && let Some(request) = self.take_first_waiting(steal.victim)
         {
-            self.serve(now, steal.thief, request, self.cost, timers);
+            self.serve(now, steal.thief, request, self.stealing_cost, timers);
         }
     }
 }
 
 impl Discipline for StealingCores {
-    fn handle_arrival(&mut self, now: Tick, core: u16, request: Request, timers: &mut LeastTree<Tick>) {
+    fn handle_arrival(&mut self, now: Tick, core: u16, request: Request, timers: &mut TournamentTree<Tick>) {
         let entry = &mut self.cores[usize::from(core)];
-        if entry.in_service.is_none() {
+        if entry.request_in_service.is_none() {
             return self.serve(now, core, request, 0, timers);
         }
         entry.queue.push_back(request);
-        self.policy.set_queue_length(core, entry.queue.len() as u32);
-        self.steal(now, timers);
+        self.stealing_policy.set_queue_length(core, entry.queue.len() as u32);
+        self.steal_request(now, timers);
     }
 
-    fn handle_timer(&mut self, now: Tick, core: u16, timers: &mut LeastTree<Tick>) -> Option<Request> {
-        let finished = self.cores[usize::from(core)].in_service.take();
-        self.policy.set_busy(core, false);
-        match self.take_first(core) {
+    fn handle_timer(&mut self, now: Tick, core: u16, timers: &mut TournamentTree<Tick>) -> Option<Request> {
+        let finished = self.cores[usize::from(core)].request_in_service.take();
+        self.stealing_policy.set_busy(core, false);
+        match self.take_first_waiting(core) {
             Some(next) => self.serve(now, core, next, 0, timers),
-            None => self.steal(now, timers),
+            None => self.steal_request(now, timers),
         }
         finished
     }

@@ -19,33 +19,33 @@ use crate::trace::{Batch, FirstPacket, FlowEvent, Packet};
 const LINGER_NS: u64 = 2_000_000_000;
 
 /// Key of an IPv4 flow: addresses, ports and protocol.
-type KeyV4 = u128;
+type Ipv4FlowKey = u128;
 /// Key of an IPv6 flow: addresses, then ports and protocol.
-type KeyV6 = ([u8; 32], u64);
+type Ipv6FlowKey = ([u8; 32], u64);
 
 #[derive(Debug, Clone, Copy)]
 enum FlowKey {
-    V4(KeyV4),
-    V6(KeyV6),
+    V4(Ipv4FlowKey),
+    V6(Ipv6FlowKey),
     /// The flow number is free.
     None,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Flow {
-    last_ns: u64,
+struct FlowState {
+    last_packet_ns: u64,
     /// Whether the flow had FIN or RST.
     is_closing: bool,
 }
 
 pub struct FlowTracker {
     // Keys come from a file, not from an attacker: a fixed seed makes runs reproducible.
-    by_v4: HashMap<KeyV4, u32, FixedState>,
-    by_v6: HashMap<KeyV6, u32, FixedState>,
-    flows: Vec<Flow>,
+    ipv4_flow_numbers: HashMap<Ipv4FlowKey, u32, FixedState>,
+    ipv6_flow_numbers: HashMap<Ipv6FlowKey, u32, FixedState>,
+    flows: Vec<FlowState>,
     /// Keys of the flows by flow number; separate from `flows`, which every packet accesses.
-    keys: Vec<FlowKey>,
-    free_numbers: Vec<u32>,
+    flow_keys: Vec<FlowKey>,
+    free_flow_numbers: Vec<u32>,
     idle_timeout_ns: u64,
     next_sweep_ns: u64,
 }
@@ -53,11 +53,11 @@ pub struct FlowTracker {
 impl FlowTracker {
     pub fn new(idle_timeout_ns: u64) -> Self {
         Self {
-            by_v4: HashMap::with_hasher(FixedState::default()),
-            by_v6: HashMap::with_hasher(FixedState::default()),
+            ipv4_flow_numbers: HashMap::with_hasher(FixedState::default()),
+            ipv6_flow_numbers: HashMap::with_hasher(FixedState::default()),
             flows: Vec::new(),
-            keys: Vec::new(),
-            free_numbers: Vec::new(),
+            flow_keys: Vec::new(),
+            free_flow_numbers: Vec::new(),
             idle_timeout_ns,
             next_sweep_ns: 0,
         }
@@ -67,62 +67,62 @@ impl FlowTracker {
     pub fn assign_flows(&mut self, records: &RecordBatch, batch: &mut Batch) {
         for record in &records.packets {
             if record.time_ns >= self.next_sweep_ns {
-                self.sweep(record.time_ns, &mut batch.packets);
+                self.remove_ended_flows(record.time_ns, &mut batch.packets);
             }
             let ports = u64::from(record.ports) << 8 | u64::from(record.protocol);
             let (number, is_new) = if record.flags & FLAG_IPV6 == 0 {
-                self.find_v4(u128::from(record.addresses) << 64 | u128::from(ports))
+                self.find_or_add_ipv4_flow(u128::from(record.addresses) << 64 | u128::from(ports))
             } else {
-                self.find_v6((records.ipv6[record.addresses as usize], ports))
+                self.find_or_add_ipv6_flow((records.ipv6_addresses[record.addresses as usize], ports))
             };
-            self.push(record, number, is_new, batch);
+            self.append_packet(record, number, is_new, batch);
         }
     }
 
     #[inline]
-    fn find_v4(&mut self, key: KeyV4) -> (u32, bool) {
-        match self.by_v4.get(&key) {
+    fn find_or_add_ipv4_flow(&mut self, key: Ipv4FlowKey) -> (u32, bool) {
+        match self.ipv4_flow_numbers.get(&key) {
             Some(number) => (*number, false),
             None => {
                 let number = self.allocate_number(FlowKey::V4(key));
-                self.by_v4.insert(key, number);
+                self.ipv4_flow_numbers.insert(key, number);
                 (number, true)
             }
         }
     }
 
-    fn find_v6(&mut self, key: KeyV6) -> (u32, bool) {
-        match self.by_v6.get(&key) {
+    fn find_or_add_ipv6_flow(&mut self, key: Ipv6FlowKey) -> (u32, bool) {
+        match self.ipv6_flow_numbers.get(&key) {
             Some(number) => (*number, false),
             None => {
                 let number = self.allocate_number(FlowKey::V6(key));
-                self.by_v6.insert(key, number);
+                self.ipv6_flow_numbers.insert(key, number);
                 (number, true)
             }
         }
     }
 
     fn allocate_number(&mut self, key: FlowKey) -> u32 {
-        let new = Flow { last_ns: 0, is_closing: false };
-        match self.free_numbers.pop() {
+        let new_flow = FlowState { last_packet_ns: 0, is_closing: false };
+        match self.free_flow_numbers.pop() {
             Some(number) => {
-                (self.flows[number as usize], self.keys[number as usize]) = (new, key);
+                (self.flows[number as usize], self.flow_keys[number as usize]) = (new_flow, key);
                 number
             }
             None => {
-                self.flows.push(new);
-                self.keys.push(key);
+                self.flows.push(new_flow);
+                self.flow_keys.push(key);
                 self.flows.len() as u32 - 1
             }
         }
     }
 
     #[inline]
-    fn push(&mut self, record: &Record, number: u32, mut is_new: bool, batch: &mut Batch) {
+    fn append_packet(&mut self, record: &Record, number: u32, mut is_new: bool, batch: &mut Batch) {
         let flow = &mut self.flows[number as usize];
         if record.flags != 0 && !is_new {
-            let replaced = flow.is_closing && record.flags & FLAG_OPENS_CONNECTION != 0;
-            if replaced {
+            let is_replaced = flow.is_closing && record.flags & FLAG_OPENS_CONNECTION != 0;
+            if is_replaced {
                 batch.packets.push(Packet {
                     time_ns: record.time_ns,
                     flow: number,
@@ -133,10 +133,12 @@ impl FlowTracker {
                 is_new = true;
             }
         }
-        flow.last_ns = record.time_ns;
+        flow.last_packet_ns = record.time_ns;
         flow.is_closing |= record.flags & FLAG_ENDS_CONNECTION != 0;
         let event = if is_new {
-            batch.openings.push(FirstPacket { tuple: tuple(&self.keys[number as usize]), rate_pps: None });
+            batch
+                .first_packets
+                .push(FirstPacket { tuple: key_to_tuple(&self.flow_keys[number as usize]), rate_pps: None });
             FlowEvent::OPENS
         } else {
             FlowEvent::NONE
@@ -145,19 +147,19 @@ impl FlowTracker {
     }
 
     /// Removes the flows that have ended until `now_ns`.
-    fn sweep(&mut self, now_ns: u64, events: &mut Vec<Packet>) {
+    fn remove_ended_flows(&mut self, now_ns: u64, events: &mut Vec<Packet>) {
         for number in 0..self.flows.len() as u32 {
             let flow = self.flows[number as usize];
             let timeout_ns = if flow.is_closing { LINGER_NS.min(self.idle_timeout_ns) } else { self.idle_timeout_ns };
-            if now_ns - flow.last_ns < timeout_ns {
+            if now_ns - flow.last_packet_ns < timeout_ns {
                 continue;
             }
-            match std::mem::replace(&mut self.keys[number as usize], FlowKey::None) {
-                FlowKey::V4(key) => self.by_v4.remove(&key),
-                FlowKey::V6(key) => self.by_v6.remove(&key),
+            match std::mem::replace(&mut self.flow_keys[number as usize], FlowKey::None) {
+                FlowKey::V4(key) => self.ipv4_flow_numbers.remove(&key),
+                FlowKey::V6(key) => self.ipv6_flow_numbers.remove(&key),
                 FlowKey::None => continue,
             };
-            self.free_numbers.push(number);
+            self.free_flow_numbers.push(number);
             events.push(Packet { time_ns: now_ns, flow: number, bytes: 0, event: FlowEvent::EXPIRES });
         }
         // Often enough to free ended flows soon, and seldom enough that a scan costs nothing per packet.
@@ -166,16 +168,16 @@ impl FlowTracker {
 }
 
 /// Returns the 4-tuple of a flow, with its sender as the client.
-fn tuple(key: &FlowKey) -> FourTuple {
-    let both_ports = |ports: u64| ((ports >> 24) as u16, (ports >> 8) as u16);
+fn key_to_tuple(key: &FlowKey) -> FourTuple {
+    let split_ports = |ports: u64| ((ports >> 24) as u16, (ports >> 8) as u16);
     match key {
         FlowKey::V4(key) => {
-            let (source, destination) = both_ports(*key as u64);
+            let (source, destination) = split_ports(*key as u64);
             let address = |shift: u32| Ipv4Addr::from_bits((key >> shift) as u32);
             FourTuple::ipv4((address(96), source), (address(64), destination))
         }
         FlowKey::V6((addresses, ports)) => {
-            let (source, destination) = both_ports(*ports);
+            let (source, destination) = split_ports(*ports);
             let address = |at: usize| Ipv6Addr::from(<[u8; 16]>::try_from(&addresses[at..at + 16]).expect("16 bytes"));
             FourTuple::ipv6((address(0), source), (address(16), destination))
         }

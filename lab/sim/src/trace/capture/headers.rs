@@ -131,39 +131,39 @@ const ETHERTYPE_IPV6: u16 = 0x86dd;
 /// 802.1Q, 802.1ad, and the earlier value of QinQ.
 const ETHERTYPES_VLAN: [u16; 3] = [0x8100, 0x88a8, 0x9100];
 
-const TCP: u8 = 6;
-const UDP: u8 = 17;
+const IP_PROTOCOL_TCP: u8 = 6;
+const IP_PROTOCOL_UDP: u8 = 17;
 
 /// Returns the addresses, ports and flags of a packet. Fails when the packet has no ports, or they were not captured.
 #[inline]
-pub fn parse(link: LinkType, data: &[u8]) -> Result<ParsedHeaders, SkipReason> {
-    match link {
+pub fn parse_headers(link_type: LinkType, data: &[u8]) -> Result<ParsedHeaders, SkipReason> {
+    match link_type {
         LinkType::Ethernet => parse_from_ethertype(data, 12),
         LinkType::LinuxCooked => parse_from_ethertype(data, 14),
         LinkType::LinuxCooked2 => {
             let (header, packet) = data.split_at_checked(20).ok_or(SkipReason::CutOff)?;
             parse_ethertype(u16_at(header, 0).ok_or(SkipReason::CutOff)?, packet)
         }
-        LinkType::Raw => parse_by_version(data),
+        LinkType::Raw => parse_by_ip_version(data),
         LinkType::Ipv4 => parse_ipv4(data),
         LinkType::Ipv6 => parse_ipv6(data),
-        LinkType::Loopback => parse_by_version(data.get(4..).ok_or(SkipReason::CutOff)?),
+        LinkType::Loopback => parse_by_ip_version(data.get(4..).ok_or(SkipReason::CutOff)?),
     }
 }
 
-fn u16_at(data: &[u8], at: usize) -> Option<u16> {
-    Some(u16::from_be_bytes(data.get(at..at + 2)?.try_into().ok()?))
+fn u16_at(data: &[u8], offset: usize) -> Option<u16> {
+    Some(u16::from_be_bytes(data.get(offset..offset + 2)?.try_into().ok()?))
 }
 
 /// Parses a packet from its EtherType on, with any number of VLAN tags.
 #[inline]
-fn parse_from_ethertype(data: &[u8], mut at: usize) -> Result<ParsedHeaders, SkipReason> {
+fn parse_from_ethertype(data: &[u8], mut offset: usize) -> Result<ParsedHeaders, SkipReason> {
     loop {
-        let ethertype = u16_at(data, at).ok_or(SkipReason::CutOff)?;
+        let ethertype = u16_at(data, offset).ok_or(SkipReason::CutOff)?;
         if !ETHERTYPES_VLAN.contains(&ethertype) {
-            return parse_ethertype(ethertype, &data[at + 2..]);
+            return parse_ethertype(ethertype, &data[offset + 2..]);
         }
-        at += 4;
+        offset += 4;
     }
 }
 
@@ -176,7 +176,7 @@ fn parse_ethertype(ethertype: u16, packet: &[u8]) -> Result<ParsedHeaders, SkipR
     }
 }
 
-fn parse_by_version(packet: &[u8]) -> Result<ParsedHeaders, SkipReason> {
+fn parse_by_ip_version(packet: &[u8]) -> Result<ParsedHeaders, SkipReason> {
     match packet.first().ok_or(SkipReason::CutOff)? >> 4 {
         4 => parse_ipv4(packet),
         6 => parse_ipv6(packet),
@@ -195,11 +195,11 @@ fn parse_ipv4(packet: &[u8]) -> Result<ParsedHeaders, SkipReason> {
     if u16::from_be_bytes([header[6], header[7]]) & 0x1fff != 0 {
         return Err(SkipReason::Fragment);
     }
-    let both: [u8; 8] = header[12..20].try_into().expect("eight bytes");
+    let address_bytes: [u8; 8] = header[12..20].try_into().expect("eight bytes");
     parse_transport(
         header[9],
         packet.get(header_bytes..).ok_or(SkipReason::CutOff)?,
-        Addresses::V4(u64::from_be_bytes(both)),
+        Addresses::V4(u64::from_be_bytes(address_bytes)),
     )
 }
 
@@ -213,7 +213,7 @@ fn parse_ipv6(packet: &[u8]) -> Result<ParsedHeaders, SkipReason> {
     loop {
         // RFC 8200, Sect. 4: all headers except the fragment header and AH have their length in units of 8 bytes after
         // the first 8.
-        let bytes = match next {
+        let header_bytes = match next {
             // Hop-by-hop, routing, destination options, mobility, HIP, shim6
             0 | 43 | 60 | 135 | 139 | 140 => usize::from(*rest.get(1).ok_or(SkipReason::CutOff)?) * 8 + 8,
             44 => {
@@ -228,19 +228,19 @@ fn parse_ipv6(packet: &[u8]) -> Result<ParsedHeaders, SkipReason> {
             _ => return parse_transport(next, rest, addresses),
         };
         next = *rest.first().ok_or(SkipReason::CutOff)?;
-        rest = rest.get(bytes..).ok_or(SkipReason::CutOff)?;
+        rest = rest.get(header_bytes..).ok_or(SkipReason::CutOff)?;
     }
 }
 
 #[inline]
 fn parse_transport(protocol: u8, segment: &[u8], addresses: Addresses) -> Result<ParsedHeaders, SkipReason> {
-    if protocol != TCP && protocol != UDP {
+    if protocol != IP_PROTOCOL_TCP && protocol != IP_PROTOCOL_UDP {
         return Err(SkipReason::OtherProtocol);
     }
     let ports = u32::from_be_bytes(*segment.first_chunk().ok_or(SkipReason::CutOff)?);
     // A capture may end between ports and flags; the flow then ends by the idle timeout.
     let flags = match segment.get(13) {
-        Some(flags) if protocol == TCP => {
+        Some(flags) if protocol == IP_PROTOCOL_TCP => {
             let (fin, syn, rst, ack) = (flags & 1 != 0, flags & 2 != 0, flags & 4 != 0, flags & 16 != 0);
             (u8::from(syn && !ack) * FLAG_OPENS_CONNECTION) | (u8::from(fin || rst) * FLAG_ENDS_CONNECTION)
         }

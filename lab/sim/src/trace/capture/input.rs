@@ -28,10 +28,10 @@ pub enum FileFormat {
 }
 
 /// Length of the longest magic number (bytes).
-const MAGIC_BYTES: usize = 6;
+const MAX_MAGIC_NUMBER_BYTES: usize = 6;
 
-pub fn detect_format(mark: &[u8]) -> FileFormat {
-    match mark {
+pub fn detect_format(first_bytes: &[u8]) -> FileFormat {
+    match first_bytes {
         // In both byte orders: microseconds, nanoseconds.
         [0xa1, 0xb2, 0xc3, 0xd4, ..] | [0xd4, 0xc3, 0xb2, 0xa1, ..] => FileFormat::Pcap,
         [0xa1, 0xb2, 0x3c, 0x4d, ..] | [0x4d, 0x3c, 0xb2, 0xa1, ..] => FileFormat::Pcap,
@@ -45,12 +45,12 @@ pub fn detect_format(mark: &[u8]) -> FileFormat {
 }
 
 /// Reader of the input, including the magic number that was read before.
-pub type Reader = Box<dyn Read + Send>;
+pub type InputReader = Box<dyn Read + Send>;
 
 /// Opened file whose format is known.
 pub struct Input {
     /// Decompressed contents.
-    pub reader: Reader,
+    pub reader: InputReader,
     /// Format after decompression.
     pub format: FileFormat,
 }
@@ -58,49 +58,49 @@ pub struct Input {
 /// Opens a file and decompresses it, also repeatedly. Fails when it cannot be read, or is neither a capture nor an
 /// arrival log.
 pub fn open(path: &Path) -> Result<Input, TraceError> {
-    let shown = || path.display().to_string();
-    let failed = |error| TraceError::File { path: shown(), error };
-    let file = File::open(path).map_err(failed)?;
-    let (mark, mut reader) = peek(file).map_err(failed)?;
+    let path_text = || path.display().to_string();
+    let file_error = |error| TraceError::File { path: path_text(), error };
+    let file = File::open(path).map_err(file_error)?;
+    let (mark, mut reader) = peek_magic_number(file).map_err(file_error)?;
     let mut found = detect_format(&mark);
     let mut mark = mark;
     if matches!(found, FileFormat::Gzip | FileFormat::Xz | FileFormat::Zstd) {
-        let (inner_mark, inner) = peek(decompress(found, reader)).map_err(failed)?;
+        let (inner_mark, inner) = peek_magic_number(decompress(found, reader)).map_err(file_error)?;
         (found, mark, reader) = (detect_format(&inner_mark), inner_mark, inner);
     }
     match found {
         FileFormat::Pcap | FileFormat::Pcapng | FileFormat::ArrivalLog => Ok(Input { reader, format: found }),
-        _ => Err(TraceError::Capture { path: shown(), error: CaptureError::UnknownFormat { mark } }),
+        _ => Err(TraceError::Capture { path: path_text(), error: CaptureError::UnknownFormat { mark } }),
     }
 }
 
-fn decompress(format: FileFormat, reader: Reader) -> Reader {
+fn decompress(format: FileFormat, reader: InputReader) -> InputReader {
     let reader = BufReader::with_capacity(1 << 16, reader);
     match format {
         FileFormat::Gzip => Box::new(MultiGzDecoder::new(reader)),
         FileFormat::Xz => Box::new(XzReader::new(reader, true)),
-        _ => Box::new(ZstdReader { source: reader, decoder: FrameDecoder::new(), in_frame: false }),
+        _ => Box::new(ZstdReader { source: reader, decoder: FrameDecoder::new(), is_in_frame: false }),
     }
 }
 
 /// Returns the first bytes, and a reader that returns them again.
-fn peek(mut reader: impl Read + Send + 'static) -> io::Result<(Vec<u8>, Reader)> {
-    let mut mark = Vec::with_capacity(MAGIC_BYTES);
-    reader.by_ref().take(MAGIC_BYTES as u64).read_to_end(&mut mark)?;
-    let again: Chain<Cursor<Vec<u8>>, _> = Cursor::new(mark.clone()).chain(reader);
-    Ok((mark, Box::new(again)))
+fn peek_magic_number(mut reader: impl Read + Send + 'static) -> io::Result<(Vec<u8>, InputReader)> {
+    let mut first_bytes = Vec::with_capacity(MAX_MAGIC_NUMBER_BYTES);
+    reader.by_ref().take(MAX_MAGIC_NUMBER_BYTES as u64).read_to_end(&mut first_bytes)?;
+    let complete_reader: Chain<Cursor<Vec<u8>>, _> = Cursor::new(first_bytes.clone()).chain(reader);
+    Ok((first_bytes, Box::new(complete_reader)))
 }
 
 /// Reader of all frames of a Zstandard file; the library decodes a single frame.
 struct ZstdReader {
-    source: BufReader<Reader>,
+    source: BufReader<InputReader>,
     decoder: FrameDecoder,
-    in_frame: bool,
+    is_in_frame: bool,
 }
 
 impl ZstdReader {
     /// Starts the next frame, after any skippable ones. Returns whether there is one.
-    fn next_frame(&mut self) -> io::Result<bool> {
+    fn start_next_frame(&mut self) -> io::Result<bool> {
         loop {
             if io::BufRead::fill_buf(&mut self.source)?.is_empty() {
                 return Ok(false);
@@ -119,22 +119,22 @@ impl ZstdReader {
 impl Read for ZstdReader {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         loop {
-            if !self.in_frame {
-                self.in_frame = self.next_frame()?;
-                if !self.in_frame {
+            if !self.is_in_frame {
+                self.is_in_frame = self.start_next_frame()?;
+                if !self.is_in_frame {
                     return Ok(0);
                 }
             }
             if self.decoder.can_collect() == 0 && !self.decoder.is_finished() {
                 let strategy = BlockDecodingStrategy::UptoBytes(buffer.len());
-                let decoded = self.decoder.decode_blocks(&mut self.source, strategy);
-                decoded.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
+                let result = self.decoder.decode_blocks(&mut self.source, strategy);
+                result.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
             }
-            let read = self.decoder.read(buffer)?;
-            if read > 0 || buffer.is_empty() {
-                return Ok(read);
+            let byte_count = self.decoder.read(buffer)?;
+            if byte_count > 0 || buffer.is_empty() {
+                return Ok(byte_count);
             }
-            self.in_frame = !self.decoder.is_finished();
+            self.is_in_frame = !self.decoder.is_finished();
         }
     }
 }

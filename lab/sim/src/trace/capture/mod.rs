@@ -49,37 +49,37 @@ impl Default for ReadOptions {
 
 /// Trace with the packets of a capture.
 pub struct CaptureTrace {
-    filled: Receiver<RecordBatch>,
-    empty: SyncSender<RecordBatch>,
-    reader: Option<JoinHandle<Result<(), TraceError>>>,
-    flows: FlowTracker,
-    skipped: SkipCounts,
-    reordered: u64,
+    filled_batches: Receiver<RecordBatch>,
+    empty_batches: SyncSender<RecordBatch>,
+    reader_thread: Option<JoinHandle<Result<(), TraceError>>>,
+    flow_tracker: FlowTracker,
+    skip_counts: SkipCounts,
+    reordered_packet_count: u64,
 }
 
 impl CaptureTrace {
     /// Starts to read a capture in another thread; errors name `path`.
     pub fn start(input: Input, path: &Path, options: ReadOptions) -> Self {
-        let shown = path.display().to_string();
-        let (fill, filled) = sync_channel(BATCH_COUNT);
-        let (empty, emptied) = sync_channel(BATCH_COUNT);
+        let path_text = path.display().to_string();
+        let (fill, filled_batches) = sync_channel(BATCH_COUNT);
+        let (empty_batches, emptied) = sync_channel(BATCH_COUNT);
         for _ in 0..BATCH_COUNT {
-            empty.send(RecordBatch::default()).expect("the receiver is here");
+            empty_batches.send(RecordBatch::default()).expect("the receiver is here");
         }
-        let read = move || {
-            let mut out = records::FrameParser::new(fill, emptied);
+        let read_file = move || {
+            let mut frame_parser = records::FrameParser::new(fill, emptied);
             let result = match input.format {
-                FileFormat::Pcap => pcap::read(input.reader, &mut out),
-                _ => pcapng::read(input.reader, &mut out),
+                FileFormat::Pcap => pcap::read(input.reader, &mut frame_parser),
+                _ => pcapng::read(input.reader, &mut frame_parser),
             };
-            match result.and_then(|()| out.finish()) {
+            match result.and_then(|()| frame_parser.finish()) {
                 Ok(()) | Err(StopReason::ReceiverClosed) => Ok(()),
-                Err(StopReason::Error(error)) => Err(TraceError::Capture { path: shown, error }),
+                Err(StopReason::Error(error)) => Err(TraceError::Capture { path: path_text, error }),
             }
         };
-        let reader = Some(std::thread::spawn(read));
-        let (flows, skipped) = (FlowTracker::new(options.idle_timeout_ns), SkipCounts::new());
-        Self { filled, empty, reader, flows, skipped, reordered: 0 }
+        let reader_thread = Some(std::thread::spawn(read_file));
+        let (flow_tracker, skip_counts) = (FlowTracker::new(options.idle_timeout_ns), SkipCounts::new());
+        Self { filled_batches, empty_batches, reader_thread, flow_tracker, skip_counts, reordered_packet_count: 0 }
     }
 }
 
@@ -88,27 +88,28 @@ impl Trace for CaptureTrace {
         batch.clear();
         // A batch of records may contain only skipped packets, but an empty batch would mean the end.
         while batch.packets.is_empty() {
-            let Ok(records) = self.filled.recv() else {
-                let reader = self.reader.take().map(|reader| reader.join().expect("the reader does not panic"));
-                return reader.unwrap_or(Ok(()));
+            let Ok(records) = self.filled_batches.recv() else {
+                let reader_result =
+                    self.reader_thread.take().map(|reader| reader.join().expect("the reader does not panic"));
+                return reader_result.unwrap_or(Ok(()));
             };
-            self.flows.assign_flows(&records, batch);
-            for (reason, packets) in records.skipped() {
-                *self.skipped.entry(reason).or_default() += packets;
+            self.flow_tracker.assign_flows(&records, batch);
+            for (reason, packets) in records.skip_counts() {
+                *self.skip_counts.entry(reason).or_default() += packets;
             }
-            self.reordered += records.reordered;
+            self.reordered_packet_count += records.reordered_packet_count;
             // The reader may have ended already.
-            let _ = self.empty.send(records);
+            let _ = self.empty_batches.send(records);
         }
         Ok(())
     }
 
-    fn skipped(&self) -> SkipCounts {
-        self.skipped.clone()
+    fn skip_counts(&self) -> SkipCounts {
+        self.skip_counts.clone()
     }
 
-    fn reordered(&self) -> u64 {
-        self.reordered
+    fn reordered_packet_count(&self) -> u64 {
+        self.reordered_packet_count
     }
 
     fn end_ns(&self) -> Option<u64> {

@@ -7,7 +7,7 @@ use std::io::{ErrorKind, Read};
 
 use super::error::CaptureError;
 use super::headers::LinkType;
-use super::input::Reader;
+use super::input::InputReader;
 use super::records::{Frame, FrameParser, StopReason};
 
 /// Number of bytes per read, which fit into a core's second-level cache together with the parsed records.
@@ -22,7 +22,7 @@ const MAX_RECORD_BYTES: u32 = 262_144;
 struct Encoding {
     is_big_endian: bool,
     /// Unit in which time stamps have the fraction of a second (ns).
-    unit_ns: u64,
+    fraction_unit_ns: u64,
 }
 
 impl Encoding {
@@ -33,22 +33,22 @@ impl Encoding {
 }
 
 /// Reads a whole file and parses its frames. An error names the fault and its position.
-pub fn read(mut reader: Reader, out: &mut FrameParser) -> Result<(), StopReason> {
+pub fn read(mut reader: InputReader, frame_parser: &mut FrameParser) -> Result<(), StopReason> {
     let mut header = [0; FILE_HEADER_BYTES];
-    read_all(&mut reader, &mut header, out)?;
+    fill_buffer(&mut reader, &mut header, frame_parser)?;
     let (encoding, link) = parse_file_header(&header)?;
     // An incomplete record at the end of a chunk moves to the start of the next one.
     let mut buffer = vec![0; CHUNK_BYTES + RECORD_HEADER_BYTES + MAX_RECORD_BYTES as usize];
-    let mut kept = 0;
+    let mut kept_bytes = 0;
     loop {
-        let read = read_some(&mut reader, &mut buffer[kept..kept + CHUNK_BYTES], out)?;
-        let filled = kept + read;
-        if read == 0 {
-            return if kept == 0 { Ok(()) } else { Err(out.truncation_error().into()) };
+        let read_bytes = read_some(&mut reader, &mut buffer[kept_bytes..kept_bytes + CHUNK_BYTES], frame_parser)?;
+        let filled_bytes = kept_bytes + read_bytes;
+        if read_bytes == 0 {
+            return if kept_bytes == 0 { Ok(()) } else { Err(frame_parser.truncation_error().into()) };
         }
-        let used = read_records(&buffer[..filled], encoding, link, out)?;
-        buffer.copy_within(used..filled, 0);
-        kept = filled - used;
+        let used_bytes = read_records(&buffer[..filled_bytes], encoding, link, frame_parser)?;
+        buffer.copy_within(used_bytes..filled_bytes, 0);
+        kept_bytes = filled_bytes - used_bytes;
     }
 }
 
@@ -59,49 +59,56 @@ fn parse_file_header(header: &[u8; FILE_HEADER_BYTES]) -> Result<(Encoding, Link
         [0x4d, 0x3c, 0xb2, 0xa1] => (false, 1),
         _ => (false, 1_000),
     };
-    let encoding = Encoding { is_big_endian, unit_ns };
+    let encoding = Encoding { is_big_endian, fraction_unit_ns: unit_ns };
     // The upper bits describe a frame check sequence.
-    let link = encoding.parse_u32(header[20..24].try_into().expect("four bytes")) & 0xffff;
-    Ok((encoding, LinkType::try_from(link)?))
+    let link_type = encoding.parse_u32(header[20..24].try_into().expect("four bytes")) & 0xffff;
+    Ok((encoding, LinkType::try_from(link_type)?))
 }
 
 /// Parses all complete records in `bytes`, and returns their total length (bytes).
-fn read_records(bytes: &[u8], encoding: Encoding, link: LinkType, out: &mut FrameParser) -> Result<usize, StopReason> {
-    let mut used = 0;
-    while let Some(header) = bytes[used..].first_chunk::<RECORD_HEADER_BYTES>() {
-        let number = |at: usize| encoding.parse_u32([header[at], header[at + 1], header[at + 2], header[at + 3]]);
-        let captured = number(8);
-        if captured > MAX_RECORD_BYTES {
-            let (number, bytes) = (out.packet_count() + 1, u64::from(captured));
+fn read_records(
+    bytes: &[u8],
+    encoding: Encoding,
+    link_type: LinkType,
+    frame_parser: &mut FrameParser,
+) -> Result<usize, StopReason> {
+    let mut used_bytes = 0;
+    while let Some(header) = bytes[used_bytes..].first_chunk::<RECORD_HEADER_BYTES>() {
+        let header_u32 = |at: usize| encoding.parse_u32([header[at], header[at + 1], header[at + 2], header[at + 3]]);
+        let captured_bytes = header_u32(8);
+        if captured_bytes > MAX_RECORD_BYTES {
+            let (number, bytes) = (frame_parser.packet_count() + 1, u64::from(captured_bytes));
             return Err(CaptureError::Damaged { number, bytes, max_bytes: MAX_RECORD_BYTES }.into());
         }
-        let start = used + RECORD_HEADER_BYTES;
-        let Some(data) = bytes.get(start..start + captured as usize) else { break };
-        let time_ns = u64::from(number(0)) * 1_000_000_000 + u64::from(number(4)) * encoding.unit_ns;
-        out.record_frame(link, &Frame { time_ns, length: number(12), data })?;
-        used = start + data.len();
+        let data_start = used_bytes + RECORD_HEADER_BYTES;
+        let Some(data) = bytes.get(data_start..data_start + captured_bytes as usize) else { break };
+        let time_ns = u64::from(header_u32(0)) * 1_000_000_000 + u64::from(header_u32(4)) * encoding.fraction_unit_ns;
+        frame_parser.record_frame(link_type, &Frame { time_ns, length: header_u32(12), data })?;
+        used_bytes = data_start + data.len();
     }
-    Ok(used)
+    Ok(used_bytes)
 }
 
-fn read_some(reader: &mut Reader, buffer: &mut [u8], out: &FrameParser) -> Result<usize, StopReason> {
+fn read_some(reader: &mut InputReader, buffer: &mut [u8], frame_parser: &FrameParser) -> Result<usize, StopReason> {
     loop {
         match reader.read(buffer) {
             Ok(read) => return Ok(read),
             Err(error) if error.kind() == ErrorKind::Interrupted => {}
             // Errors of a truncated compressed file.
-            Err(error) if error.kind() == ErrorKind::UnexpectedEof => return Err(out.truncation_error().into()),
-            Err(error) => return Err(CaptureError::Read { number: out.packet_count(), error }.into()),
+            Err(error) if error.kind() == ErrorKind::UnexpectedEof => {
+                return Err(frame_parser.truncation_error().into());
+            }
+            Err(error) => return Err(CaptureError::Read { number: frame_parser.packet_count(), error }.into()),
         }
     }
 }
 
-fn read_all(reader: &mut Reader, buffer: &mut [u8], out: &FrameParser) -> Result<(), StopReason> {
-    let mut filled = 0;
-    while filled < buffer.len() {
-        match read_some(reader, &mut buffer[filled..], out)? {
-            0 => return Err(out.truncation_error().into()),
-            read => filled += read,
+fn fill_buffer(reader: &mut InputReader, buffer: &mut [u8], frame_parser: &FrameParser) -> Result<(), StopReason> {
+    let mut filled_bytes = 0;
+    while filled_bytes < buffer.len() {
+        match read_some(reader, &mut buffer[filled_bytes..], frame_parser)? {
+            0 => return Err(frame_parser.truncation_error().into()),
+            read => filled_bytes += read,
         }
     }
     Ok(())

@@ -7,18 +7,18 @@ use pcap_parser::{Block, PcapBlockOwned, PcapError, PcapNGReader};
 
 use super::error::CaptureError;
 use super::headers::{LinkType, SkipReason};
-use super::input::Reader;
+use super::input::InputReader;
 use super::records::{Frame, FrameParser, StopReason};
 
 /// Initial size of the library's buffer, and maximum size of a block (bytes).
-const BUFFER_BYTES: usize = 1 << 20;
+const INITIAL_BUFFER_BYTES: usize = 1 << 20;
 const MAX_BLOCK_BYTES: usize = 1 << 25;
 
 /// Reader that fills whole buffers: the library needs a file's first block in its first read. A truncated compressed
 /// file ends like any other file.
-struct FullReads(Reader);
+struct FullBufferReader(InputReader);
 
-impl Read for FullReads {
+impl Read for FullBufferReader {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let mut filled = 0;
         while filled < buffer.len() {
@@ -35,9 +35,9 @@ impl Read for FullReads {
 }
 
 struct Interface {
-    link: Result<LinkType, u32>,
+    link_type: Result<LinkType, u32>,
     ticks_per_s: i128,
-    offset_s: i64,
+    time_offset_s: i64,
 }
 
 /// Returns the ticks per second of the option if_tsresol: a power of 10, or of 2 if the uppermost bit is set (which the
@@ -51,22 +51,22 @@ impl Interface {
     /// Converts a time stamp to ns since 1970; `None` when it is earlier, or more than 500 years later.
     fn time_ns(&self, high: u32, low: u32) -> Option<u64> {
         let ticks = i128::from(u64::from(high) << 32 | u64::from(low));
-        let ns = ticks * 1_000_000_000 / self.ticks_per_s + i128::from(self.offset_s) * 1_000_000_000;
+        let ns = ticks * 1_000_000_000 / self.ticks_per_s + i128::from(self.time_offset_s) * 1_000_000_000;
         u64::try_from(ns).ok()
     }
 }
 
 /// Reads a whole file and parses its frames. An error names the fault and its position.
-pub fn read(reader: Reader, out: &mut FrameParser) -> Result<(), StopReason> {
-    let mut file = match PcapNGReader::new(BUFFER_BYTES, FullReads(reader)) {
+pub fn read(reader: InputReader, frame_parser: &mut FrameParser) -> Result<(), StopReason> {
+    let mut block_reader = match PcapNGReader::new(INITIAL_BUFFER_BYTES, FullBufferReader(reader)) {
         Ok(file) => file,
-        Err(error) => return Err(stop_reason(&error, out)),
+        Err(error) => return Err(stop_reason(&error, frame_parser)),
     };
-    let (mut interfaces, mut capacity) = (Vec::new(), BUFFER_BYTES);
+    let (mut interfaces, mut capacity) = (Vec::new(), INITIAL_BUFFER_BYTES);
     loop {
-        let consumed = match file.next() {
+        let consumed_bytes = match block_reader.next() {
             Ok((bytes, PcapBlockOwned::NG(block))) => {
-                record_block(&block, &mut interfaces, out)?;
+                record_block(&block, &mut interfaces, frame_parser)?;
                 Ok(bytes)
             }
             Ok((bytes, _)) => Ok(bytes),
@@ -76,65 +76,73 @@ pub fn read(reader: Reader, out: &mut FrameParser) -> Result<(), StopReason> {
                 capacity *= 2;
                 Err(())
             }
-            Err(error) => return Err(stop_reason(&error, out)),
+            Err(error) => return Err(stop_reason(&error, frame_parser)),
         };
-        match consumed {
-            Ok(bytes) => file.consume(bytes),
-            Err(()) => refill(&mut file, capacity, out)?,
+        match consumed_bytes {
+            Ok(bytes) => block_reader.consume(bytes),
+            Err(()) => refill(&mut block_reader, capacity, frame_parser)?,
         }
     }
 }
 
-fn refill(file: &mut PcapNGReader<FullReads>, capacity: usize, out: &FrameParser) -> Result<(), StopReason> {
-    if file.reader_exhausted() {
-        return Err(out.truncation_error().into());
+fn refill(
+    block_reader: &mut PcapNGReader<FullBufferReader>,
+    capacity: usize,
+    frame_parser: &FrameParser,
+) -> Result<(), StopReason> {
+    if block_reader.reader_exhausted() {
+        return Err(frame_parser.truncation_error().into());
     }
-    file.grow(capacity);
-    file.refill().map_err(|error| stop_reason(&error, out))
+    block_reader.grow(capacity);
+    block_reader.refill().map_err(|error| stop_reason(&error, frame_parser))
 }
 
-fn stop_reason(error: &PcapError<&[u8]>, out: &FrameParser) -> StopReason {
+fn stop_reason(error: &PcapError<&[u8]>, frame_parser: &FrameParser) -> StopReason {
     match error {
-        PcapError::UnexpectedEof | PcapError::Incomplete(_) => out.truncation_error().into(),
+        PcapError::UnexpectedEof | PcapError::Incomplete(_) => frame_parser.truncation_error().into(),
         PcapError::BufferTooSmall => {
-            let (number, bytes) = (out.packet_count() + 1, MAX_BLOCK_BYTES as u64 + 1);
+            let (number, bytes) = (frame_parser.packet_count() + 1, MAX_BLOCK_BYTES as u64 + 1);
             CaptureError::Damaged { number, bytes, max_bytes: MAX_BLOCK_BYTES as u32 }.into()
         }
         PcapError::ReadError => {
             let error =
                 std::io::Error::other("the file cannot be read any further (damaged compression, or the medium)");
-            CaptureError::Read { number: out.packet_count(), error }.into()
+            CaptureError::Read { number: frame_parser.packet_count(), error }.into()
         }
         PcapError::NomError(_, kind) | PcapError::OwnedNomError(_, kind) => {
-            CaptureError::Block { number: out.packet_count(), reason: format!("{kind:?}") }.into()
+            CaptureError::Block { number: frame_parser.packet_count(), reason: format!("{kind:?}") }.into()
         }
-        other => CaptureError::Block { number: out.packet_count(), reason: other.to_string() }.into(),
+        other => CaptureError::Block { number: frame_parser.packet_count(), reason: other.to_string() }.into(),
     }
 }
 
-fn record_block(block: &Block<'_>, interfaces: &mut Vec<Interface>, out: &mut FrameParser) -> Result<(), StopReason> {
+fn record_block(
+    block: &Block<'_>,
+    interfaces: &mut Vec<Interface>,
+    frame_parser: &mut FrameParser,
+) -> Result<(), StopReason> {
     match block {
         Block::SectionHeader(_) => interfaces.clear(),
         Block::InterfaceDescription(interface) => interfaces.push(Interface {
-            link: LinkType::try_from(interface.linktype.0 as u32).map_err(|_| interface.linktype.0 as u32),
+            link_type: LinkType::try_from(interface.linktype.0 as u32).map_err(|_| interface.linktype.0 as u32),
             ticks_per_s: ticks_per_s(interface.if_tsresol),
-            offset_s: interface.ts_offset(),
+            time_offset_s: interface.ts_offset(),
         }),
         Block::EnhancedPacket(packet) => {
             let Some(interface) = interfaces.get(packet.if_id as usize) else {
                 let reason = format!("a packet of interface {}, which is not described", packet.if_id);
-                return Err(CaptureError::Block { number: out.packet_count(), reason }.into());
+                return Err(CaptureError::Block { number: frame_parser.packet_count(), reason }.into());
             };
             let data = &packet.data[..packet.data.len().min(packet.caplen as usize)];
-            match (interface.link, interface.time_ns(packet.ts_high, packet.ts_low)) {
+            match (interface.link_type, interface.time_ns(packet.ts_high, packet.ts_low)) {
                 (Ok(link), Some(time_ns)) => {
-                    out.record_frame(link, &Frame { time_ns, length: packet.origlen, data })?
+                    frame_parser.record_frame(link, &Frame { time_ns, length: packet.origlen, data })?
                 }
                 (Err(number), _) => return Err(CaptureError::LinkType(number).into()),
-                (_, None) => out.skip(SkipReason::NoTime),
+                (_, None) => frame_parser.skip(SkipReason::NoTime),
             }
         }
-        Block::SimplePacket(_) => out.skip(SkipReason::NoTime),
+        Block::SimplePacket(_) => frame_parser.skip(SkipReason::NoTime),
         _ => {}
     }
     Ok(())

@@ -5,10 +5,10 @@ use std::sync::mpsc::{Receiver, SyncSender};
 use super::error::{CaptureError, REORDER_TOLERANCE_NS};
 use super::headers::{self, Addresses, FLAG_IPV6, LinkType, ParsedHeaders, SkipReason};
 
-const BATCH_PACKETS: usize = 32_768;
+const PACKETS_PER_BATCH: usize = 32_768;
 
 /// Number of records without ports that is tolerated while reading; more are tolerated if more records are complete.
-const MIN_TOLERATED_CUT_OFF: u64 = 100;
+const TOLERATED_CUT_OFF_COUNT: u64 = 100;
 
 /// Reason why reading stopped before the end of the file.
 #[derive(Debug)]
@@ -48,28 +48,28 @@ pub struct RecordBatch {
     /// Parsed packets.
     pub packets: Vec<Record>,
     /// Source and destination addresses of the IPv6 packets.
-    pub ipv6: Vec<[u8; 32]>,
+    pub ipv6_addresses: Vec<[u8; 32]>,
     /// Number of skipped packets by reason.
-    skipped: [u64; SkipReason::COUNT],
+    skip_counts: [u64; SkipReason::COUNT],
     /// Number of packets that were earlier than their predecessors, within the tolerance.
-    pub reordered: u64,
+    pub reordered_packet_count: u64,
 }
 
 impl RecordBatch {
     /// Returns the numbers of skipped packets, by the reasons that occurred.
-    pub fn skipped(&self) -> impl Iterator<Item = (&'static str, u64)> {
+    pub fn skip_counts(&self) -> impl Iterator<Item = (&'static str, u64)> {
         SkipReason::ALL
             .into_iter()
-            .zip(self.skipped)
+            .zip(self.skip_counts)
             .filter(|(_, count)| *count > 0)
             .map(|(why, count)| (why.name(), count))
     }
 
     fn clear(&mut self) {
         self.packets.clear();
-        self.ipv6.clear();
-        self.skipped = [0; SkipReason::COUNT];
-        self.reordered = 0;
+        self.ipv6_addresses.clear();
+        self.skip_counts = [0; SkipReason::COUNT];
+        self.reordered_packet_count = 0;
     }
 }
 
@@ -83,11 +83,11 @@ pub struct Frame<'a> {
 
 /// Parser of frames, which sends batches of records to another thread.
 pub struct FrameParser {
-    filled: SyncSender<RecordBatch>,
-    emptied: Receiver<RecordBatch>,
+    filled_batches: SyncSender<RecordBatch>,
+    empty_batches: Receiver<RecordBatch>,
     records: RecordBatch,
-    first_ns: Option<u64>,
-    latest_ns: u64,
+    first_packet_ns: Option<u64>,
+    latest_packet_ns: u64,
     /// Number of packets that have been read from the file.
     packet_count: u64,
     recorded_count: u64,
@@ -96,13 +96,13 @@ pub struct FrameParser {
 }
 
 impl FrameParser {
-    pub fn new(filled: SyncSender<RecordBatch>, emptied: Receiver<RecordBatch>) -> Self {
+    pub fn new(filled_batches: SyncSender<RecordBatch>, empty_batches: Receiver<RecordBatch>) -> Self {
         Self {
-            filled,
-            emptied,
+            filled_batches,
+            empty_batches,
             records: RecordBatch::default(),
-            first_ns: None,
-            latest_ns: 0,
+            first_packet_ns: None,
+            latest_packet_ns: 0,
             packet_count: 0,
             recorded_count: 0,
             cut_off_count: 0,
@@ -116,51 +116,51 @@ impl FrameParser {
 
     /// Returns the error for a file that ends within the next packet.
     pub fn truncation_error(&self) -> CaptureError {
-        let last_ns = self.first_ns.map_or(0, |first_ns| self.latest_ns - first_ns);
+        let last_ns = self.first_packet_ns.map_or(0, |first_ns| self.latest_packet_ns - first_ns);
         CaptureError::Truncated { number: self.packet_count + 1, read: self.packet_count, last_s: last_ns as f64 / 1e9 }
     }
 
     #[inline]
-    pub fn record_frame(&mut self, link: LinkType, frame: &Frame<'_>) -> Result<(), StopReason> {
+    pub fn record_frame(&mut self, link_type: LinkType, frame: &Frame<'_>) -> Result<(), StopReason> {
         self.packet_count += 1;
         let time_ns = self.ordered_time_ns(frame.time_ns)?;
-        match headers::parse(link, frame.data) {
-            Ok(parsed) => self.push(time_ns, frame.length, &parsed),
-            Err(SkipReason::CutOff) => self.record_cut_off(link, frame)?,
-            Err(reason) => self.records.skipped[reason as usize] += 1,
+        match headers::parse_headers(link_type, frame.data) {
+            Ok(parsed) => self.append_record(time_ns, frame.length, &parsed),
+            Err(SkipReason::CutOff) => self.record_cut_off(link_type, frame)?,
+            Err(reason) => self.records.skip_counts[reason as usize] += 1,
         }
-        if self.records.packets.len() == BATCH_PACKETS { self.send() } else { Ok(()) }
+        if self.records.packets.len() == PACKETS_PER_BATCH { self.send_batch() } else { Ok(()) }
     }
 
     /// Counts a skipped packet.
     pub fn skip(&mut self, reason: SkipReason) {
         self.packet_count += 1;
-        self.records.skipped[reason as usize] += 1;
+        self.records.skip_counts[reason as usize] += 1;
     }
 
     /// Returns the time after the first packet, at least that of the packet before. Fails when it is too far back.
     #[inline]
     fn ordered_time_ns(&mut self, time_ns: u64) -> Result<u64, StopReason> {
-        let first_ns = *self.first_ns.get_or_insert(time_ns);
-        if time_ns < self.latest_ns {
-            if self.latest_ns - time_ns > REORDER_TOLERANCE_NS {
-                let (time_s, before_s) = (time_ns as f64 / 1e9, self.latest_ns as f64 / 1e9);
+        let first_ns = *self.first_packet_ns.get_or_insert(time_ns);
+        if time_ns < self.latest_packet_ns {
+            if self.latest_packet_ns - time_ns > REORDER_TOLERANCE_NS {
+                let (time_s, before_s) = (time_ns as f64 / 1e9, self.latest_packet_ns as f64 / 1e9);
                 return Err(CaptureError::Unsorted { number: self.packet_count, time_s, before_s }.into());
             }
-            self.records.reordered += 1;
+            self.records.reordered_packet_count += 1;
         } else {
-            self.latest_ns = time_ns;
+            self.latest_packet_ns = time_ns;
         }
-        Ok(self.latest_ns - first_ns)
+        Ok(self.latest_packet_ns - first_ns)
     }
 
     #[inline]
-    fn push(&mut self, time_ns: u64, length: u32, parsed: &ParsedHeaders) {
+    fn append_record(&mut self, time_ns: u64, length: u32, parsed: &ParsedHeaders) {
         let (addresses, family) = match parsed.addresses {
             Addresses::V4(both) => (both, 0),
             Addresses::V6(both) => {
-                self.records.ipv6.push(both);
-                (self.records.ipv6.len() as u64 - 1, FLAG_IPV6)
+                self.records.ipv6_addresses.push(both);
+                (self.records.ipv6_addresses.len() as u64 - 1, FLAG_IPV6)
             }
         };
         self.recorded_count += 1;
@@ -174,16 +174,16 @@ impl FrameParser {
         });
     }
 
-    fn record_cut_off(&mut self, link: LinkType, frame: &Frame<'_>) -> Result<(), StopReason> {
+    fn record_cut_off(&mut self, link_type: LinkType, frame: &Frame<'_>) -> Result<(), StopReason> {
         self.cut_off_count += 1;
-        self.records.skipped[SkipReason::CutOff as usize] += 1;
+        self.records.skip_counts[SkipReason::CutOff as usize] += 1;
         self.first_cut_off.get_or_insert_with(|| CaptureError::SnapLength {
             number: self.packet_count,
             captured: frame.data.len() as u32,
             length: frame.length,
-            expected: link.min_snap_length(),
+            expected: link_type.min_snap_length(),
         });
-        if self.cut_off_count > MIN_TOLERATED_CUT_OFF { self.check_cut_off() } else { Ok(()) }
+        if self.cut_off_count > TOLERATED_CUT_OFF_COUNT { self.check_cut_off() } else { Ok(()) }
     }
 
     /// Checks the share of packets without ports. A few (long chains of IPv6 headers) are skipped; if most are
@@ -197,16 +197,16 @@ impl FrameParser {
         Ok(())
     }
 
-    fn send(&mut self) -> Result<(), StopReason> {
-        let mut next = self.emptied.recv().map_err(|_| StopReason::ReceiverClosed)?;
-        next.clear();
-        let full = std::mem::replace(&mut self.records, next);
-        self.filled.send(full).map_err(|_| StopReason::ReceiverClosed)
+    fn send_batch(&mut self) -> Result<(), StopReason> {
+        let mut empty_batch = self.empty_batches.recv().map_err(|_| StopReason::ReceiverClosed)?;
+        empty_batch.clear();
+        let full_batch = std::mem::replace(&mut self.records, empty_batch);
+        self.filled_batches.send(full_batch).map_err(|_| StopReason::ReceiverClosed)
     }
 
     /// Sends the last batch at the end of the file.
     pub fn finish(mut self) -> Result<(), StopReason> {
         self.check_cut_off()?;
-        self.send()
+        self.send_batch()
     }
 }

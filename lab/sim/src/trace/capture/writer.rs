@@ -17,11 +17,11 @@ const HEADERS_BYTES: usize = 54;
 /// the capture cannot be written. Panics when a flow is IPv6.
 pub fn write(trace: &mut dyn Trace, snap_length: usize, mut out: impl Write) -> io::Result<u64> {
     let snap_length = snap_length.max(HEADERS_BYTES);
-    let mut header = Vec::with_capacity(24);
+    let mut file_header = Vec::with_capacity(24);
     for word in [0xa1b2_3c4d, 0x0004_0002, 0, 0, snap_length as u32, 1] {
-        header.extend_from_slice(&u32::to_le_bytes(word));
+        file_header.extend_from_slice(&u32::to_le_bytes(word));
     }
-    out.write_all(&header)?;
+    out.write_all(&file_header)?;
     let (mut batch, mut written) = (Batch::default(), 0);
     let mut frames: Vec<Vec<u8>> = Vec::new();
     loop {
@@ -29,13 +29,13 @@ pub fn write(trace: &mut dyn Trace, snap_length: usize, mut out: impl Write) -> 
         if batch.packets.is_empty() {
             return out.flush().map(|()| written);
         }
-        let mut openings = batch.openings.iter();
+        let mut first_packets = batch.first_packets.iter();
         for packet in &batch.packets {
             let flow = packet.flow as usize;
             if packet.event.opens() {
-                let opening = openings.next().expect("one for each flow that opens");
+                let first_packet = first_packets.next().expect("one for each flow that opens");
                 frames.resize(frames.len().max(flow + 1), Vec::new());
-                frames[flow] = frame(&opening.tuple, snap_length);
+                frames[flow] = build_frame(&first_packet.tuple, snap_length);
             }
             if !packet.event.is_packet() {
                 continue;
@@ -43,12 +43,12 @@ pub fn write(trace: &mut dyn Trace, snap_length: usize, mut out: impl Write) -> 
             let (frame, length) = (&mut frames[flow], packet.bytes.max(HEADERS_BYTES as u16));
             let time_ns = packet.time_ns - trace.history_ns();
             frame[47] = tcp_flags(packet.event);
-            let captured = snap_length.min(usize::from(length)) as u32;
+            let captured_bytes = snap_length.min(usize::from(length)) as u32;
             let (seconds, fraction) = ((time_ns / 1_000_000_000) as u32, (time_ns % 1_000_000_000) as u32);
-            for word in [seconds, fraction, captured, u32::from(length)] {
+            for word in [seconds, fraction, captured_bytes, u32::from(length)] {
                 out.write_all(&word.to_le_bytes())?;
             }
-            out.write_all(&frame[..captured as usize])?;
+            out.write_all(&frame[..captured_bytes as usize])?;
             written += 1;
         }
     }
@@ -64,8 +64,8 @@ fn tcp_flags(event: FlowEvent) -> u8 {
     }
 }
 
-fn frame(tuple: &FourTuple, snap_length: usize) -> Vec<u8> {
-    let octets = |socket: SocketAddr| match socket.ip() {
+fn build_frame(tuple: &FourTuple, snap_length: usize) -> Vec<u8> {
+    let ipv4_octets = |socket: SocketAddr| match socket.ip() {
         IpAddr::V4(v4) => v4.octets(),
         IpAddr::V6(_) => panic!("IPv6 flows are not written"),
     };
@@ -73,8 +73,8 @@ fn frame(tuple: &FourTuple, snap_length: usize) -> Vec<u8> {
     frame[12..14].copy_from_slice(&[0x08, 0x00]);
     frame[14] = 0x45;
     frame[23] = 6;
-    frame[26..30].copy_from_slice(&octets(tuple.client()));
-    frame[30..34].copy_from_slice(&octets(tuple.vip()));
+    frame[26..30].copy_from_slice(&ipv4_octets(tuple.client()));
+    frame[30..34].copy_from_slice(&ipv4_octets(tuple.vip()));
     frame[34..36].copy_from_slice(&tuple.client().port().to_be_bytes());
     frame[36..38].copy_from_slice(&tuple.vip().port().to_be_bytes());
     frame[46] = 0x50;

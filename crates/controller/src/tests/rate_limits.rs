@@ -1,0 +1,54 @@
+//! Limits of reports and registrations.
+
+use super::*;
+
+/// A flood of reports from one agent changes only a counter, and does not affect other agents.
+#[test]
+fn excess_reports_are_rejected_and_counted() {
+    let mut harness = Harness::new(&["active", "active"], "crossrss");
+    let sessions = harness.report_loads(&[&[0.5; 4], &[0.5; 4]]);
+    let loads_before = harness.server_status("s0", at(100)).core_load;
+    let accepted_reports: Vec<bool> = (3..1003)
+        .map(|sequence| {
+            harness
+                .controller
+                .report(&sessions[0], Ok(report_with_clock(sequence, at(100), &[50_000_000; 4])), at(100))
+                .is_ok()
+        })
+        .collect();
+    assert!(accepted_reports.iter().filter(|accepted| **accepted).count() < 64);
+    assert!(harness.controller.status(at(100)).refused_reports["too_often"] > 900);
+    assert_eq!(harness.server_status("s0", at(100)).core_load, loads_before, "its clock stood still");
+    assert!(
+        harness.controller.report(&sessions[1], Ok(report_with_clock(3, at(200), &[100_000_000; 4])), at(200)).is_ok()
+    );
+    assert!(
+        harness
+            .controller
+            .report(&sessions[0], Ok(report_with_clock(2000, at(300), &[100_000_000; 4])), at(300))
+            .is_ok()
+    );
+}
+
+#[test]
+fn registrations_are_rate_limited_per_name() {
+    let mut harness = Harness::new(&["active"], "crossrss");
+    let mut try_register = |ms: u64| {
+        let session = harness.controller.register("s0", "test", at(ms))?;
+        harness.controller.disconnect(&session);
+        Ok::<_, Rejection>(())
+    };
+    assert!((0..30).all(|_| try_register(0).is_ok()));
+    assert_eq!(try_register(0).unwrap_err().reason(), "too_many_registrations");
+    assert!(try_register(1000).is_ok());
+    assert!(try_register(1000).is_err());
+    let mut try_register_balancer = |n: usize| {
+        let session = harness.controller.register_load_balancer(&format!("lb{n}"), at(0))?;
+        harness.controller.load_balancers.disconnect(session, at(0));
+        Ok::<_, Rejection>(())
+    };
+    assert!((0..30).all(|_| try_register_balancer(0).is_ok()));
+    assert_eq!(try_register_balancer(0).unwrap_err().reason(), "too_many_registrations");
+    assert!((1..1024).all(|n| try_register_balancer(n).is_ok()));
+    assert_eq!(try_register_balancer(1024).unwrap_err().reason(), "too_many_load_balancers");
+}

@@ -1,0 +1,29 @@
+//! Directory of a load balancer's pinned maps.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, ensure};
+
+use super::program::has_pinned_map;
+use crate::pins::ensure_bpf_file_system;
+
+/// Returns the load balancer's directory below the configured one, which is created if it is missing. Fails when the
+/// directory is not on a BPF file system.
+pub(super) fn ensure_pin_directory(configured: &Path) -> anyhow::Result<PathBuf> {
+    let lb_directory = configured.join("lb");
+    fs::create_dir_all(&lb_directory).with_context(|| lb_directory.display().to_string())?;
+    ensure_bpf_file_system(configured)?;
+    Ok(lb_directory)
+}
+
+/// Returns the directory that contains a load balancer's pinned maps. Fails when no map is pinned there.
+pub(super) fn find_pin_directory(configured: &Path) -> anyhow::Result<PathBuf> {
+    let lb_directory = configured.join("lb");
+    ensure!(
+        has_pinned_map(&lb_directory),
+        "no load balancer has pinned anything in {}: expected its `pin_directory`",
+        configured.display()
+    );
+    Ok(lb_directory)
+}
