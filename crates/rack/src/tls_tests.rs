@@ -78,7 +78,7 @@ impl Certificates {
 }
 
 /// Registers as the agent of `server` with this certificate. Returns the first update from the peer.
-async fn first_answer(
+async fn first_update(
     files: &CredentialFiles,
     expected: &'static [Role],
     server: &str,
@@ -102,7 +102,7 @@ async fn first_update_when_connected(
 ) -> Result<Option<v1::AgentUpdate>, Status> {
     let ask = async {
         loop {
-            match first_answer(files, expected, server, at).await {
+            match first_update(files, expected, server, at).await {
                 Err(status) if status.message().contains("no connection to its controller") => {
                     tokio::time::sleep(Duration::from_millis(20)).await;
                 }
@@ -140,14 +140,14 @@ async fn rack_accepts_agents_only() {
     let rack = certificates.rack(controller, &certificates.table(Role::Rack, "r1")).await;
     let lb = certificates.issue_credentials(Role::Lb, "lb1");
     // A load balancer neither accepts the rack as a controller nor is accepted by it.
-    assert!(first_answer(&lb, &[Role::Controller], "s1", rack).await.is_err());
-    let rejection = first_answer(&lb, CONTROLLERS_AND_RACKS, "s1", rack).await.unwrap_err();
+    assert!(first_update(&lb, &[Role::Controller], "s1", rack).await.is_err());
+    let rejection = first_update(&lb, CONTROLLERS_AND_RACKS, "s1", rack).await.unwrap_err();
     assert_ne!(rejection.code(), Code::Ok);
     // An agent's key does not make a rack: the controller rejects it, so it accepts no agent.
     let false_rack = certificates.rack(controller, &certificates.table(Role::Agent, "s2")).await;
     let s1 = certificates.issue_credentials(Role::Agent, "s1");
     tokio::time::sleep(Duration::from_millis(300)).await;
-    assert!(first_answer(&s1, CONTROLLERS_AND_RACKS, "s1", false_rack).await.is_err());
+    assert!(first_update(&s1, CONTROLLERS_AND_RACKS, "s1", false_rack).await.is_err());
     // No agent without a certificate.
     let plaintext_endpoint = Arc::new(Endpoint::from_shared(format!("http://{rack}")).unwrap());
     let mut client = ControlClient::new(plaintext_endpoint.connect_lazy());

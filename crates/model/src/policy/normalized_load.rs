@@ -45,8 +45,8 @@ impl NormalizedLoad {
         self.compared_value_at_level(self.level_and_speed(class), load)
     }
 
-    /// Returns the result of [`NormalizedLoad::normalize`] if cores are not all alike, and [`NormalizedLoad::level`] of
-    /// the class is known.
+    /// Returns the result of [`NormalizedLoad::compared_value`] if cores are not all alike, for a class with a known
+    /// [`NormalizedLoad::level_and_speed`].
     pub fn compared_value_at_level(&self, (level, speed): (f64, f64), load: f64) -> f64 {
         self.offset + self.mean_load - speed * (level - load)
     }

@@ -17,6 +17,8 @@ pub enum SweepAxis {
     LongFactor,
     /// Weight lambda that JBSRQ gives to lower-priority requests.
     Lambda,
+    /// Time in which a core switches to another service, of policy `jbsrq`.
+    Switch,
     RequestsPerServer,
     /// Number of servers behind the load balancer.
     Servers,

@@ -42,7 +42,7 @@ mod tests {
     use super::*;
 
     /// Names of the figures that `coreward-lab figure --all` runs.
-    const SIMULATED_FIGURE_NAMES: [&str; 31] = [
+    const SIMULATED_FIGURE_NAMES: [&str; 32] = [
         "crossrss-2a",
         "crossrss-2b",
         "cheetah-2a",
@@ -71,6 +71,7 @@ mod tests {
         "ringleader-6",
         "ringleader-8",
         "ringleader-lambda",
+        "ringleader-switch",
         "ringleader-table2-bimodal",
         "ringleader-table2-high-bimodal",
         "rack-aggregation",

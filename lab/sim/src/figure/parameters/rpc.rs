@@ -54,7 +54,9 @@ impl RpcParameters {
             SweepAxis::LongFactor => {
                 parameters.service = Some(ParsedText(with_long_factor(parameters.service, value)?))
             }
-            SweepAxis::Lambda => parameters.policy = Some(ParsedText(with_lambda(parameters.policy, value)?)),
+            SweepAxis::Lambda | SweepAxis::Switch => {
+                parameters.policy = Some(ParsedText(with_policy_option(parameters.policy, swept, value)?))
+            }
             SweepAxis::Time => {}
             _ => return Err(ParameterError::NotSwept { kind: SIMULATION_KIND, swept, detail: "" }),
         }
@@ -135,13 +137,20 @@ fn with_long_factor(
     }
 }
 
-fn with_lambda(policy: Option<ParsedText<Policy>>, lambda: f64) -> Result<Policy, ParameterError> {
-    let swept = SweepAxis::Lambda;
-    match policy {
-        Some(ParsedText(Policy::RankedQueue(options))) => {
-            let lambda = Lambda::new(lambda).map_err(|_| ParameterError::Value { swept, value: lambda })?;
-            Ok(Policy::RankedQueue(JbsrqOptions { lambda, ..options }))
-        }
-        _ => Err(ParameterError::NotSwept { kind: SIMULATION_KIND, swept, detail: ": the policy is not jbsrq" }),
-    }
+fn with_policy_option(
+    policy: Option<ParsedText<Policy>>,
+    swept: SweepAxis,
+    value: f64,
+) -> Result<Policy, ParameterError> {
+    let Some(ParsedText(Policy::RankedQueue(options))) = policy else {
+        let detail = ": the policy is not jbsrq";
+        return Err(ParameterError::NotSwept { kind: SIMULATION_KIND, swept, detail });
+    };
+    let invalid_value = || ParameterError::Value { swept, value };
+    let options = match swept {
+        SweepAxis::Switch if value >= 0.0 => JbsrqOptions { switch_cost: value, ..options },
+        SweepAxis::Switch => return Err(invalid_value()),
+        _ => JbsrqOptions { lambda: Lambda::new(value).map_err(|_| invalid_value())?, ..options },
+    };
+    Ok(Policy::RankedQueue(options))
 }
