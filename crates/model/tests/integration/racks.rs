@@ -124,9 +124,13 @@ proptest! {
                 directly_reporting.iter().for_each(|server| pool.replace_server(server.clone()));
                 let pool = pool.for_next_table(2).with_opened_connections(300);
                 let pool = if requests { pool.counting_requests() } else { pool }.with_rack_summaries(rack_summaries);
-                prop_assert_eq!(&going_on.compute_table(&pool, buckets, report), &table_without_racks, "{}, report {},
-                    going \
-                 on", name, report);
+                prop_assert_eq!(
+                    &going_on.compute_table(&pool, buckets, report),
+                    &table_without_racks,
+                    "{}, report {}, going on",
+                    name,
+                    report
+                );
                 kept = Some(pool);
                 change_to_next_report(&mut servers, report);
             }
