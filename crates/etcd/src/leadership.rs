@@ -64,7 +64,7 @@ impl Candidate {
         format!("{}/leader", self.prefix)
     }
 
-    /// Waits until the leader's key is free, and takes it. Calls `on_leader_state` with each change until then.
+    /// Waits until the leader's key is free, and takes it. Calls `seen` with each change until then.
     pub async fn campaign(&self, cluster: Arc<Cluster>, mut seen: impl FnMut(LeaderState)) -> Leadership {
         let mut reported = None;
         loop {

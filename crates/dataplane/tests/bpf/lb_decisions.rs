@@ -8,7 +8,7 @@ use coreward_dataplane::lb::{BroadcastRates, Options, PacketRate, Server};
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 use coreward_model::consistency::ServiceMode;
-use coreward_model::cookie::{self, Cookie, FleetCookieKeys, KeyIndex};
+use coreward_model::cookie::{self, Cookie};
 use coreward_model::placement::{PlacementRule, PlacementState, PlacementTable};
 use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_model::{FourTuple, ServerId};
@@ -118,15 +118,7 @@ fn established_packets_follow_the_cookie_not_the_table() {
         }
         let client = random_client(&mut rng);
         let server = server_ids[uniform_below(&mut rng, server_ids.len() as u32) as usize];
-        let current_key = if rng.next_u32() & 1 == 0 { KeyIndex::First } else { KeyIndex::Second };
-        let keys = FleetCookieKeys { current: current_key, ..balancer.fleet_keys };
-        let tsecr = cookie::stamp_tsval(
-            &keys,
-            &support::FOREIGN_TIME_KEY,
-            &tuple_to_vip(client),
-            Cookie::Server(server),
-            rng.next_u32(),
-        );
+        let tsecr = balancer.stamp_by_random_key(&tuple_to_vip(client), server, &mut rng);
         // Aligned and other offsets of the timestamp, IP options, packets with and without payload.
         let aligned_option = aligned_timestamp_option(rng.next_u32(), tsecr);
         let timestamp_option = timestamp_option(rng.next_u32(), tsecr);

@@ -7,7 +7,7 @@ use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 use coreward_model::connection_table::TableSize;
 use coreward_model::consistency::{Consistency, ServiceMigration, ServiceMode};
-use coreward_model::cookie::{self, Cookie, FleetCookieKeys, KeyIndex};
+use coreward_model::cookie::{self, Cookie};
 use coreward_model::placement::{PlacementRule, PlacementState};
 use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_model::tuple::Protocol;
@@ -114,15 +114,7 @@ fn ipv6_established_packets_follow_the_cookie() {
         }
         let client = random_client(&mut rng);
         let server = server_ids[uniform_below(&mut rng, server_ids.len() as u32) as usize];
-        let current_key = if rng.next_u32() & 1 == 0 { KeyIndex::First } else { KeyIndex::Second };
-        let keys = FleetCookieKeys { current: current_key, ..balancer.fleet_keys };
-        let tsecr = cookie::stamp_tsval(
-            &keys,
-            &support::FOREIGN_TIME_KEY,
-            &tuple_to_vip(client),
-            Cookie::Server(server),
-            rng.next_u32(),
-        );
+        let tsecr = balancer.stamp_by_random_key(&tuple_to_vip(client), server, &mut rng);
         let unaligned_timestamp = [&[1][..], &timestamp_option(1, tsecr), &[0]].concat();
         let flags = [ACK, ACK | FIN, ACK | RST, RST][uniform_below(&mut rng, 4) as usize];
         for options in [aligned_timestamp_option(1, tsecr), unaligned_timestamp] {

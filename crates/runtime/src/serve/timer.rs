@@ -48,13 +48,13 @@ fn lock_server<'l, 'w, 'r, H: ?Sized>(
 }
 
 impl Worker<'_> {
-    /// Serves like [`serve_while`](Self::serve), and also preempts handlers between yield points, by a timer of
+    /// Serves like [`serve`](Self::serve), and also preempts handlers between yield points, by a timer of
     /// `period`. A handler must allow calls by both threads, and must not hold a lock that handlers of higher priority
     /// need.
     ///
     /// The timer thread has the affinity of this thread, which should be one CPU. It has a real-time priority one above
     /// this thread's, if the process may set that (CAP_SYS_NICE or RLIMIT_RTPRIO). Otherwise the kernel may let the
-    /// handler run for a time slice first. Fails like [`serve_while`](Self::serve).
+    /// handler run for a time slice first. Fails like [`serve`](Self::serve).
     pub fn serve_with_timer(
         &mut self,
         handler: &(dyn Handler + Sync),

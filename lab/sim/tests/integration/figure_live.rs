@@ -81,11 +81,11 @@ fn live_samples_give_table_verdict_and_page() {
     }
 }
 
-const LIVE_AND_SIMULATED_TOML: &str = include_str!("beside-live.toml");
+const LIVE_AND_SIMULATED_TOML: &str = include_str!("compared-live.toml");
 
 /// Live figure whose samples are 0, except in run 1, where they are the scenario's duration.
 const FIGURE_WITH_SIMULATED_SERIES: LiveFigure = LiveFigure {
-    embedded_scenario: EmbeddedScenario { name: "beside-live", toml_text: LIVE_AND_SIMULATED_TOML },
+    embedded_scenario: EmbeddedScenario { name: "compared-live", toml_text: LIVE_AND_SIMULATED_TOML },
     measure: |scenario, _| {
         assert!(scenario.series.iter().all(|series| !series.simulated));
         let seconds = scenario.live.as_ref().and_then(|live| live.seconds).expect("it has a duration");

@@ -7,13 +7,14 @@ use coreward_dataplane::lb::{BroadcastRates, COUNTER_COUNT, Options, Server, Ser
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 use coreward_model::consistency::ServiceMode;
-use coreward_model::cookie::{CookieKey, FleetCookieKeys, KeyIndex};
+use coreward_model::cookie::{self, Cookie, CookieKey, FleetCookieKeys, KeyIndex};
 use coreward_model::placement::{PlacementRule, PlacementTable};
 use coreward_model::rss::uniform_below;
 use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use rand::Rng;
 
+use super::FOREIGN_TIME_KEY;
 use super::compared_lb::ModelCheckedLb;
 
 /// Return values of XDP programs (linux/bpf.h).
@@ -141,6 +142,13 @@ impl Balancer {
         let mut random_key = || CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
         self.fleet_keys = FleetCookieKeys { keys: [random_key(), random_key()], current: KeyIndex::First };
         self.lb.set_keys(&self.fleet_keys);
+    }
+
+    /// Returns a TSval with the server's id as its cookie, stamped with one of the two keys at random.
+    pub fn stamp_by_random_key(&self, tuple: &FourTuple, server: ServerId, rng: &mut impl Rng) -> u32 {
+        let current = if rng.next_u32() & 1 == 0 { KeyIndex::First } else { KeyIndex::Second };
+        let keys = FleetCookieKeys { current, ..self.fleet_keys };
+        cookie::stamp_tsval(&keys, &FOREIGN_TIME_KEY, tuple, Cookie::Server(server), rng.next_u32())
     }
 
     /// Replaces all servers by `count` servers with random MAC addresses. Returns their random ids, sorted.

@@ -128,7 +128,7 @@ mod tests {
 
     use super::*;
 
-    const LIVE_AND_SIMULATED_TOML: &str = include_str!("../../../tests/integration/beside-live.toml");
+    const LIVE_AND_SIMULATED_TOML: &str = include_str!("../../../tests/integration/compared-live.toml");
 
     #[derive(clap::Parser)]
     struct Cli {
