@@ -40,6 +40,8 @@ static __noinline void sample_rss(struct __sk_buff *skb, const struct segment *s
 	count(predicted == skb->queue_mapping - 1 ? SERVER_COUNTER_RSS_MATCHED : SERVER_COUNTER_RSS_MISMATCHED);
 	sequence = __sync_fetch_and_add(&state.sample_sequence, 1);
 	sample = &state.samples[sequence & (RSS_SAMPLES - 1)];
+	/* A reader ignores a sample whose number changes while it is read (crates/dataplane/src/server/rss_samples.rs). */
+	__sync_lock_test_and_set(&sample->sequence, 0);
 	__builtin_memcpy(sample->source_address, segment->flow.client_address, sizeof(sample->source_address));
 	__builtin_memcpy(sample->destination_address, segment->flow.vip_address, sizeof(sample->destination_address));
 	sample->source_port = segment->flow.client_port;
@@ -47,8 +49,7 @@ static __noinline void sample_rss(struct __sk_buff *skb, const struct segment *s
 	sample->hash = hash;
 	sample->predicted_queue = predicted;
 	sample->actual_queue = skb->queue_mapping - 1;
-	barrier();
-	sample->sequence = sequence + 1;
+	__sync_lock_test_and_set(&sample->sequence, sequence + 1);
 }
 
 /* Counts a packet of an open connection, and compares the queue of one in RSS_ESTABLISHED_SAMPLING packets. */

@@ -12,6 +12,8 @@
 //! server/ingress, egress     the links (before kernel 6.6 the clsact qdisc holds the programs instead)
 //! ```
 
+mod rss_samples;
+
 use std::fs;
 use std::mem::{MaybeUninit, offset_of};
 use std::net::IpAddr;
@@ -366,20 +368,15 @@ impl ServerPrograms {
         self.counters()[counter as usize]
     }
 
-    /// Returns the sequence number of the newest sample; 0: no SYN has been sampled.
+    /// Returns the sequence number of the newest sample, or 0 if no SYN has been sampled.
     pub fn newest_sample_sequence(&self) -> u32 {
-        self.state.load(offset_of!(intf::server_state, sample_sequence)) as u32
+        rss_samples::newest_sequence(&self.state)
     }
 
-    /// Returns the SYN samples with sequence numbers after `after` (0: all), oldest first. Only the last
+    /// Returns the SYN samples with sequence numbers after `after` (0 for all), oldest first. Only the last
     /// [`RSS_SAMPLES`](intf::RSS_SAMPLES) are stored, so older ones may be missing.
     pub fn samples_after(&self, after: u32) -> Vec<intf::rss_sample> {
-        let samples_offset = offset_of!(intf::server_state, samples);
-        let stored_samples = self.state.read::<[intf::rss_sample; intf::RSS_SAMPLES as usize]>(samples_offset);
-        let mut newer_samples: Vec<_> =
-            stored_samples.into_iter().filter(|sample| is_sample_newer(sample.sequence, after)).collect();
-        newer_samples.sort_by_key(|sample| sample.sequence.wrapping_sub(after));
-        newer_samples
+        rss_samples::samples_after(&self.state, after)
     }
 
     /// Detaches the programs and removes their pins. Connections whose packets are stamped break.
@@ -405,8 +402,7 @@ fn ensure_no_other_stamper(interface_index: u32, pin_directory: &Path) -> anyhow
         ensure!(
             !tc::is_attached(interface_index, Direction::Egress, &egress_pin).unwrap_or(false),
             "what is pinned in {} is at the interface of index {interface_index} already: expected `pin_directory` to \
-             be that, or \
-             first `coreward agent --detach` with that in its file",
+             be that, or first `coreward agent --detach` with that in its file",
             elsewhere.display()
         );
     }
@@ -427,11 +423,6 @@ fn directory_half_offset(half: u64) -> usize {
     offset_of!(intf::server_state, directories)
         + offset_of!(intf::service_directories, half)
         + half as usize * size_of::<intf::service_directory>()
-}
-
-/// Returns whether a sample is newer than `after`. Sequence numbers wrap; 0 marks a sample that was never written.
-fn is_sample_newer(sequence: u32, after: u32) -> bool {
-    sequence != 0 && sequence != after && sequence.wrapping_sub(after) < u32::MAX / 2
 }
 
 const MAP_NAMES: [&str; 6] =

@@ -1,0 +1,123 @@
+//! Reader of the ring of SYN samples that `sample_rss()` of `bpf/server/rss.h` writes.
+
+use std::mem::{offset_of, size_of};
+use std::sync::atomic::Ordering::{Acquire, SeqCst};
+use std::sync::atomic::fence;
+
+use coreward_intf as intf;
+
+use crate::mmap_array::MmapArray;
+
+/// Returns the sequence number of the newest sample, or 0 if no SYN has been sampled.
+pub fn newest_sequence(state: &MmapArray<intf::server_state>) -> u32 {
+    state.word32(offset_of!(intf::server_state, sample_sequence)).load(Acquire)
+}
+
+/// Returns the samples with sequence numbers after `after` (0 for all), oldest first. Only the last
+/// [`RSS_SAMPLES`](intf::RSS_SAMPLES) are stored, so older ones may be missing. The list ends before the first sample
+/// that a program is still writing, so that the next call returns it.
+pub fn samples_after(state: &MmapArray<intf::server_state>, after: u32) -> Vec<intf::rss_sample> {
+    let newest = newest_sequence(state);
+    let stored_count = newest.wrapping_sub(after).min(intf::RSS_SAMPLES);
+    (0..stored_count).rev().map_while(|age| read_sample(state, newest.wrapping_sub(age))).collect()
+}
+
+/// Returns the sample with a sequence number, or `None` if a program is writing or has replaced it.
+fn read_sample(state: &MmapArray<intf::server_state>, sequence: u32) -> Option<intf::rss_sample> {
+    let slot = sequence.wrapping_sub(1) % intf::RSS_SAMPLES;
+    let offset = offset_of!(intf::server_state, samples) + slot as usize * size_of::<intf::rss_sample>();
+    let stored_sequence = state.word32(offset + offset_of!(intf::rss_sample, sequence));
+    if stored_sequence.load(Acquire) != sequence {
+        return None;
+    }
+    let sample = state.read::<intf::rss_sample>(offset);
+    fence(SeqCst);
+    (stored_sequence.load(Acquire) == sequence).then_some(*sample)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicBool;
+    use std::sync::atomic::Ordering::Relaxed;
+
+    use nix::sys::memfd::{MFdFlags, memfd_create};
+
+    use super::*;
+
+    /// Returns state in memory of its own, in which no SYN has been sampled.
+    fn empty_state() -> MmapArray<intf::server_state> {
+        let memory_file = memfd_create("state", MFdFlags::MFD_CLOEXEC).unwrap();
+        nix::unistd::ftruncate(&memory_file, size_of::<intf::server_state>() as i64).unwrap();
+        MmapArray::new(memory_file).unwrap()
+    }
+
+    fn claim_sequence(state: &MmapArray<intf::server_state>) -> u32 {
+        state.word32(offset_of!(intf::server_state, sample_sequence)).fetch_add(1, SeqCst) + 1
+    }
+
+    /// Writes a sample whose fields have the value of its sequence number, in the order of `sample_rss()`.
+    fn write_sample(state: &MmapArray<intf::server_state>, sequence: u32) {
+        let slot = (sequence - 1) % intf::RSS_SAMPLES;
+        let offset = offset_of!(intf::server_state, samples) + slot as usize * size_of::<intf::rss_sample>();
+        let stored_sequence = state.word32(offset + offset_of!(intf::rss_sample, sequence));
+        stored_sequence.swap(0, SeqCst);
+        for word in 0..offset_of!(intf::rss_sample, predicted_queue) / size_of::<u32>() {
+            state.word32(offset + word * size_of::<u32>()).store(sequence, Relaxed);
+        }
+        stored_sequence.swap(sequence, SeqCst);
+    }
+
+    fn sequences(samples: &[intf::rss_sample]) -> Vec<u32> {
+        samples.iter().map(|sample| sample.sequence).collect()
+    }
+
+    #[test]
+    fn samples_after_one_that_is_being_written_are_returned_later() {
+        let state = empty_state();
+        assert_eq!(sequences(&samples_after(&state, 0)), []);
+        let claimed_sequences = [(); 3].map(|()| claim_sequence(&state));
+        assert_eq!(claimed_sequences, [1, 2, 3]);
+        write_sample(&state, 1);
+        write_sample(&state, 3);
+        assert_eq!(sequences(&samples_after(&state, 0)), [1]);
+        write_sample(&state, 2);
+        assert_eq!(sequences(&samples_after(&state, 1)), [2, 3]);
+        assert_eq!(sequences(&samples_after(&state, 3)), []);
+    }
+
+    #[test]
+    fn only_the_newest_samples_are_stored() {
+        let state = empty_state();
+        for _ in 0..intf::RSS_SAMPLES + 10 {
+            write_sample(&state, claim_sequence(&state));
+        }
+        let expected_sequences: Vec<u32> = (11..=intf::RSS_SAMPLES + 10).collect();
+        assert_eq!(sequences(&samples_after(&state, 0)), expected_sequences);
+        assert_eq!(sequences(&samples_after(&state, intf::RSS_SAMPLES + 8)), expected_sequences[254..]);
+    }
+
+    #[test]
+    fn samples_read_while_a_program_writes_are_complete() {
+        const SAMPLE_COUNT: u32 = 200_000;
+        let (state, is_written) = (empty_state(), AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for _ in 0..SAMPLE_COUNT {
+                    write_sample(&state, claim_sequence(&state));
+                }
+                is_written.store(true, SeqCst);
+            });
+            let mut last = 0;
+            while !is_written.load(SeqCst) || last != SAMPLE_COUNT {
+                for sample in samples_after(&state, last) {
+                    let sequence = sample.sequence;
+                    assert!(sequence > last, "{sequence} after {last}");
+                    assert_eq!(sample.source_address, [sequence; 4]);
+                    assert_eq!(sample.destination_address, [sequence; 4]);
+                    assert_eq!(sample.hash, sequence);
+                    last = sequence;
+                }
+            }
+        });
+    }
+}
