@@ -178,8 +178,7 @@ pin_directory = "/sys/fs/bpf/coreward/lb1"
                 "interfaces = \"eth1\"",
                 "5:1: key `interfaces`: is not known: expected one of `name`, `controller`, `interface`, `vlan`, \
                  `pin_directory`, `state_directory`, `xdp_mode`, `address`, `flow_table`, `connection_table`, \
-                 `metrics`, `tls`, \
-                 `connection_timers`, `announce` (nearest: `interface`)",
+                 `metrics`, `tls`, `connection_timers`, `announce` (nearest: `interface`)",
             ),
             ("flow_table = 0", "5:14: key `flow_table`: 0: expected a whole number from 1 to 16777216"),
             (
@@ -189,8 +188,7 @@ pin_directory = "/sys/fs/bpf/coreward/lb1"
             (
                 "connection_table = 1000",
                 "5:20: key `connection_table`: 1000 entries of the connection table: expected a power of two from 1024 \
-                 to \
-                 4194304",
+                 to 4194304",
             ),
             ("vlan = 4095", "5:8: key `vlan`: VLAN 4095: expected 1 to 4094"),
             (

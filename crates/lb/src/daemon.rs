@@ -28,7 +28,7 @@ use tokio_stream::wrappers::ReceiverStream;
 
 use crate::announce::{AnnounceState, Announcer};
 use crate::config::{Announce, Config, OnStop};
-use crate::forwarder::{Forwarder, PROGRAM_LOAD_TIMEOUT};
+use crate::forwarder::{Forwarder, PROGRAM_LOAD_TIMEOUT, log_rejection};
 use crate::health::HealthChecks;
 use crate::last_configuration::LastConfiguration;
 use crate::resolvers::{MacResolution, NeighbourResolvers};
@@ -377,34 +377,20 @@ fn apply_update(
 ) -> Option<v1::TableInForce> {
     let started_at = Instant::now();
     match update.update {
-        Some(Update::Configuration(configuration)) => {
-            let apply_result = match FleetConfiguration::decode(configuration) {
-                Ok((number, configuration, refused)) => {
-                    coreward_daemon::run_with_watchdog_limit(PROGRAM_LOAD_TIMEOUT, || {
-                        forwarder.apply_and_report_configuration(number, configuration, &refused)
-                    })
-                }
-                Err(error) => {
-                    let error = anyhow::Error::from(error);
-                    forwarder.refuse_all(0, &error);
-                    Err(error)
-                }
-            };
-            log_rejection("configuration", apply_result);
-        }
-        Some(Update::Change(change)) => {
-            let apply_result = match FleetChange::decode(change) {
-                Ok((change, refused)) => coreward_daemon::run_with_watchdog_limit(PROGRAM_LOAD_TIMEOUT, || {
-                    forwarder.apply_and_report_change(change, &refused)
-                }),
-                Err(error) => {
-                    let error = anyhow::Error::from(error);
-                    forwarder.refuse_all(0, &error);
-                    Err(error)
-                }
-            };
-            log_rejection("change", apply_result);
-        }
+        Some(Update::Configuration(configuration)) => match FleetConfiguration::decode(configuration) {
+            Ok((number, configuration, refused)) => {
+                coreward_daemon::run_with_watchdog_limit(PROGRAM_LOAD_TIMEOUT, || {
+                    forwarder.apply_and_report_configuration(number, configuration, &refused);
+                });
+            }
+            Err(error) => forwarder.refuse_all(0, &error.into()),
+        },
+        Some(Update::Change(change)) => match FleetChange::decode(change) {
+            Ok((change, refused)) => coreward_daemon::run_with_watchdog_limit(PROGRAM_LOAD_TIMEOUT, || {
+                forwarder.apply_and_report_change(change, &refused);
+            }),
+            Err(error) => forwarder.refuse_all(0, &error.into()),
+        },
         Some(Update::Table(bytes)) => {
             let table_in_force = install_table(forwarder, bytes)?;
             forwarder.record_install_latency(started_at.elapsed());
@@ -414,7 +400,9 @@ fn apply_update(
             let freed_result = SocketAnswer::try_from(answer).map_err(anyhow::Error::from).and_then(|answer| {
                 forwarder.free_connections(&sweeper.handle_socket_answer(&answer, monotonic_time()))
             });
-            log_rejection("socket-answer", freed_result);
+            if let Err(error) = freed_result {
+                log_rejection("socket-answer", &error);
+            }
         }
         None => tracing::warn!(
             event = "update-unknown",
@@ -422,17 +410,6 @@ fn apply_update(
         ),
     }
     None
-}
-
-fn log_rejection(kind: &str, outcome: anyhow::Result<()>) {
-    if let Err(error) = outcome {
-        tracing::warn!(
-            event = "update-rejected",
-            kind,
-            error = format!("{error:#}"),
-            "the load balancer rejects an update of the controller and keeps its previous state"
-        );
-    }
 }
 
 /// Installs a table and returns its acknowledgement, or `None` if the table is unusable, which is reported.

@@ -34,6 +34,7 @@ use crate::health::{CheckTarget, HealthChecks};
 use crate::resolvers::{MacResolution, Neighbour, NeighbourResolvers};
 use crate::routing;
 use refusals::RefusedUpdates;
+pub use refusals::log_rejection;
 use symptoms::Symptoms;
 use table_ages::TableAges;
 

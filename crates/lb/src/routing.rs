@@ -36,8 +36,7 @@ fn problems_of_sysctls(interface: &str, value: impl Fn(&str, &str) -> Option<u32
     if value(interface, "forwarding") == Some(0) {
         problems.push(format!(
             "net.ipv4.conf.{interface}.forwarding is 0: expected 1 (net.ipv4.ip_forward = 1), or no answer of a server \
-             whose \
-             timestamps are by \"lb\" reaches a client"
+             whose timestamps are by \"lb\" reaches a client"
         ));
     }
     // IN_DEV_TX_REDIRECTS(): a device sends redirects if either directory allows them.

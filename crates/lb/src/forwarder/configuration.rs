@@ -15,7 +15,7 @@ use coreward_wire::v1::RefusedUpdate;
 use coreward_wire::{FleetChange, FleetConfiguration, Peer, Server, Service, ServiceIndex, UnusableService};
 
 use super::Forwarder;
-use super::refusals::RefusalSubject;
+use super::refusals::{RefusalSubject, log_rejection};
 use crate::resolvers::Neighbour;
 
 /// Returns the fields that determine the MAC address of a server and its position in lists.
@@ -34,7 +34,7 @@ impl Forwarder {
         number: u64,
         mut configuration: FleetConfiguration,
         refused: &[UnusableService],
-    ) -> anyhow::Result<()> {
+    ) {
         let generation = configuration.generation;
         let service_indexes: BTreeSet<u32> =
             configuration.services.iter().map(|service| service.index.get().into()).collect();
@@ -42,14 +42,9 @@ impl Forwarder {
         configuration.services.extend(self.previous_services_of_refused(refused, &configuration.services));
         let apply_result = self.configure(number, configuration);
         self.record_refused_services(generation, refused, &apply_result);
-        apply_result
     }
 
-    pub fn apply_and_report_change(
-        &mut self,
-        mut change: FleetChange,
-        refused: &[UnusableService],
-    ) -> anyhow::Result<()> {
+    pub fn apply_and_report_change(&mut self, mut change: FleetChange, refused: &[UnusableService]) {
         let generation = change.configuration.generation;
         for service in &change.configuration.services {
             self.refusals.accept(RefusalSubject::Service(service.index.get().into()));
@@ -62,10 +57,10 @@ impl Forwarder {
             .services
             .extend(self.previous_services_of_refused(refused, &change.configuration.services));
         let change_result = self.try_apply_change(change);
-        if !self.needs_complete_configuration {
-            self.record_refused_services(generation, refused, &change_result);
+        match &change_result {
+            Err(error) if self.needs_complete_configuration => log_rejection("change", error),
+            _ => self.record_refused_services(generation, refused, &change_result),
         }
-        change_result
     }
 
     /// Returns the previous configurations of services whose new ones are unusable.

@@ -116,8 +116,7 @@ impl Forwarder {
             if needed && source.is_unspecified() {
                 problems.push(format!(
                     "interface {vip_device_name:?} has no {family} address: expected one, the source of encapsulated \
-                     packets to \
-                     servers with such addresses"
+                     packets to servers with such addresses"
                 ));
             }
         }

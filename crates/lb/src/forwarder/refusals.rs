@@ -4,6 +4,16 @@ use std::collections::BTreeMap;
 
 use coreward_wire::v1::RefusedUpdate;
 
+/// Logs an update that is rejected without a report to the controller.
+pub fn log_rejection(kind: &str, error: &anyhow::Error) {
+    tracing::warn!(
+        event = "update-rejected",
+        kind,
+        error = format!("{error:#}"),
+        "the load balancer rejects an update of the controller and keeps its previous state"
+    );
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum RefusalSubject {
     /// A configuration as a whole.

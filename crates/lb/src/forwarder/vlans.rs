@@ -75,8 +75,7 @@ impl Forwarder {
         if let Err(error) = vlan_device::disable_rx_vlan_offload(interface_name) {
             vlan_problems.insert(format!(
                 "interface {interface_name:?} removes VLAN tags, which XDP cannot read then ({error}): expected a \
-                 driver \
-                 that can leave them (ethtool -K {interface_name} rxvlan off)"
+                 driver that can leave them (ethtool -K {interface_name} rxvlan off)"
             ));
         }
         vlan_problems
