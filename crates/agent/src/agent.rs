@@ -375,8 +375,7 @@ impl Agent {
         (verdict == RssVerdict::NotInForce).then(|| {
             format!(
                 "{} moves open connections to other receive queues than RSS chose: {mismatched} of {} packets sampled \
-                 (ATR of \
-                 ixgbe and i40e? `coreward doctor` names the remedy)",
+                 (ATR of ixgbe and i40e? `coreward doctor` names the remedy)",
                 self.nic_name,
                 matched + mismatched
             )

@@ -147,8 +147,7 @@ pin_directory = "/sys/fs/bpf/coreward/agent"
             ))
             .unwrap_err(),
             "agent.toml:6:11: key `dispatch.metrics`: 127.0.0.1:9440: expected `metrics` outside of this table: the \
-             daemon \
-             serves all"
+             daemon serves all"
         );
         let error_text = parse(&format!("{MINIMAL_CONFIG}[[dispatch.service]]\nliste = 1\n")).unwrap_err();
         assert_eq!(error_text.lines().count(), 2, "{error_text}");
@@ -161,15 +160,13 @@ pin_directory = "/sys/fs/bpf/coreward/agent"
             (
                 "steer = \"oder\"",
                 "5:9: key `steer`: steering \"oder\" is not known: expected \"affinity\", \"order\" or \"off\" \
-                 (nearest: \
-                 `order`)",
+                 (nearest: `order`)",
             ),
             (
                 "manage_rs = true",
                 "5:1: key `manage_rs`: is not known: expected one of `server`, `controller`, `interface`, \
-                 `pin_directory`, \
-                 `manage_rss`, `manage_timestamps`, `steer`, `load`, `rss`, `decapsulate_from`, `metrics`, `tls`, \
-                 `dispatch` (nearest: `manage_rss`)",
+                 `pin_directory`, `manage_rss`, `manage_timestamps`, `steer`, `load`, `rss`, `decapsulate_from`, \
+                 `metrics`, `tls`, `dispatch` (nearest: `manage_rss`)",
             ),
             ("load = { source = \"published\" }", "5:8: key `load.path`: is missing: expected a path in quotes"),
             (

@@ -216,8 +216,8 @@ async fn run_session(
                                     controller = %connection.controller(),
                                     generation,
                                     %error,
-                                    "the agent cannot decode the controller's configuration: the previous one stays \
-                                     in force"
+                                    "the agent cannot decode the controller's configuration: the previous one stays in \
+                                     force"
                                 );
                                 agent.refuse_all(generation, error.to_string());
                             }

@@ -194,8 +194,7 @@ fn format_line(line: &OutputLine<'_>) -> String {
             });
             format!(
                 "{matched} SYNs arrived on the predicted queue, {mismatched} on another one, {without_queue} on none \
-                 that was \
-                 recorded: {verdict}{input_note}"
+                 that was recorded: {verdict}{input_note}"
             )
         }
     }

@@ -43,10 +43,8 @@ impl StallDetector {
                 .then(|| {
                     format!(
                         "of {handshake_count} stamped connections {stalled_handshake_count} got no answer to four \
-                     SYN-ACKs and {stalled_connection_count} none \
-                     to \
-                     a segment sent five times: a firewall on the way may drop their timestamps (the service's \
-                     timestamps = \"off\" shows whether), or a SYN flood"
+                     SYN-ACKs and {stalled_connection_count} none to a segment sent five times: a firewall on the way \
+                     may drop their timestamps (the service's timestamps = \"off\" shows whether), or a SYN flood"
                     )
                 });
             self.counters_at_window_start = counts;

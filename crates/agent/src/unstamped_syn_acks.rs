@@ -31,9 +31,8 @@ impl UnstampedSynAckMonitor {
         self.last_increase_at.is_some_and(|at| now.duration_since(at) < WARNING_DURATION).then(|| {
             format!(
                 "{counted} SYN-ACKs came from another network namespace (a container?) whose net.ipv4.tcp_timestamps \
-                 is not 2: \
-                 their connections are not stamped and break when the pool changes; expected 2 there (`docker run \
-                 --sysctl`)"
+                 is not 2: their connections are not stamped and break when the pool changes; expected 2 there \
+                 (`docker run --sysctl`)"
             )
         })
     }

@@ -97,8 +97,7 @@ fn all_mistakes_are_reported_at_once() {
         diagnostic_lines(text),
         [
             "daemon.toml:1:1: key `nmae`: is not known: expected one of `name`, `interval`, `count`, `place`, \
-             `key_file`, \
-             `service` (nearest: `name`)",
+             `key_file`, `service` (nearest: `name`)",
             "daemon.toml:1:1: key `name`: is missing: expected 1 to 64 bytes without blanks",
             "daemon.toml:2:12: key `interval`: \"9ms\": expected a time with its unit, from \"10ms\" to \"1s\"",
             "daemon.toml:3:9: key `count`: 10: expected a whole number from 1 to 9",

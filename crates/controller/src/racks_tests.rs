@@ -157,8 +157,7 @@ fn agent_that_reconnects_through_another_rack_leaves_the_old_rack() {
 fn rejections_name_the_required_role() {
     let message = foreign_rack_rejection("s0", "r3", &["r1", "r2"]).to_string();
     let expected = "rack \"r3\" may not report for server \"s0\": expected rack \"r1\", rack \"r2\", or its agent \
-                    itself (`racks` in \
-                    the fleet's document)";
+                    itself (`racks` in the fleet's document)";
     assert_eq!(message, expected);
     let message = foreign_rack_rejection("s0", "r3", &[]).to_string();
     assert!(message.contains("server \"s0\": expected its agent itself"), "{message}");

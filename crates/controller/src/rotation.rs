@@ -16,8 +16,7 @@ pub enum RotationError {
     /// Connections may still use cookies of the key that would be overwritten.
     #[error(
         "the key in force is {} s old: expected at least {} s (`max_connection_lifetime`), as connections that have \
-         been \
-         silent since before it would break (--force does it all the same)",
+         been silent since before it would break (--force does it all the same)",
         age.as_secs(),
         expected.as_secs()
     )]
@@ -25,8 +24,7 @@ pub enum RotationError {
     /// Some peers may not have the keys in force, or may stamp with another key.
     #[error(
         "{} not confirmed configuration {generation}, which brought the keys in force: expected all to (--force \
-         continues \
-         without those that are not connected: their connections may break)",
+         continues without those that are not connected: their connections may break)",
         list_with_verb(peers)
     )]
     Unconfirmed {

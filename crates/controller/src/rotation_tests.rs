@@ -357,8 +357,7 @@ fn missing_confirmations_are_listed_by_name() {
         rejection.to_string(),
         format!(
             "load balancer lb1, the agent of s2 have not confirmed configuration {generation}, which brought the keys \
-             in \
-             force: expected all to (--force continues without those that are not connected: their connections may \
+             in force: expected all to (--force continues without those that are not connected: their connections may \
              break)"
         )
     );
@@ -388,8 +387,7 @@ fn young_key_is_not_rotated_without_force() {
     assert_eq!(
         rejection.to_string(),
         "the key in force is 100 s old: expected at least 1000 s (`max_connection_lifetime`), as connections that have \
-         been \
-         silent since before it would break (--force does it all the same)"
+         been silent since before it would break (--force does it all the same)"
     );
     assert!(harness.controller.requested_key_step(true, harness.now()).is_ok());
 }

@@ -255,8 +255,7 @@ impl Controller {
             let ungrouped_names = self.server_names(ungrouped_servers.map(|server| server.id));
             warnings.push(format!(
                 "more than {} different RSS keys: the cores of {} count by their mean load (manage_rss = true gives \
-                 all \
-                 servers one key)",
+                 all servers one key)",
                 intf::MAX_RSS_GROUPS,
                 ungrouped_names.join(", ")
             ));
@@ -270,9 +269,7 @@ impl Controller {
         if !longer_table_names.is_empty() {
             warnings.push(format!(
                 "{bucket_count} buckets are fewer than the indirection tables of {} have entries: a bucket reaches \
-                 several \
-                 of \
-                 their cores, and the mean load of these counts (raise `buckets`)",
+                 several of their cores, and the mean load of these counts (raise `buckets`)",
                 longer_table_names.join(", ")
             ));
         }

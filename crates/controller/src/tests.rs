@@ -271,9 +271,10 @@ fn malformed_rss_invalidates_the_old_one() {
     assert_eq!(status.rss, None);
     assert_eq!(
         status.warnings,
-        ["its RSS was refused: indirection_table: an indirection table of 100 entries: expected a power of two from \
-             1 \
-          to 2048"]
+        [
+            "its RSS was refused: indirection_table: an indirection table of 100 entries: expected a power of two from 1 \
+             to 2048"
+        ]
     );
     let valid_report =
         Report { rss_generation: 3, rss: Some(even_rss(64, 4)), ..report_with_clock(5, at(400), &[60_000_000; 4]) };
@@ -428,10 +429,8 @@ fn explanations_contain_the_decision_and_its_reason() {
         harness.explain_new_connection(port, at(100)).reason,
         format!(
             "bucket {bucket} of 128 goes to s0: core 1 with load 0.100 in the table is the least loaded of 3 \
-             candidates, unless a \
-             load balancer has given it more than {longer_explanation} connections since the last table, each counted \
-             as {:.4}; then \
-             s2 (core 1 with load 0.500 in the table)",
+             candidates, unless a load balancer has given it more than {longer_explanation} connections since the last \
+             table, each counted as {:.4}; then s2 (core 1 with load 0.500 in the table)",
             f64::from(table.assignment_cost) / 1_048_576.0
         )
     );
@@ -454,8 +453,7 @@ fn explanations_contain_the_decision_and_its_reason() {
     assert_eq!(
         harness.explain_new_connection(port, at(100)).reason,
         "the 3 servers that take new connections (s0 13, s1 10, s2 8) have these shares of 31 turns, evenly spread, \
-         counted by \
-         the load balancer"
+         counted by the load balancer"
     );
 
     let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "least");

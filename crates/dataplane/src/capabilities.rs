@@ -14,8 +14,7 @@ pub fn require(command: &str) -> anyhow::Result<()> {
     anyhow::ensure!(
         missing_names.is_empty(),
         "{command} loads BPF programs: run it as root or with {} (`coreward controller`, `status` and `explain` need \
-         no \
-         rights)",
+         no rights)",
         missing_names.join(", ")
     );
     Ok(())

@@ -40,8 +40,7 @@ impl PinDirectoryLock {
                 Err((file, Errno::EWOULDBLOCK)) if wait_start.elapsed() < LOCK_TIMEOUT => file,
                 Err((_, Errno::EWOULDBLOCK)) => bail!(
                     "{}: another process works with what is pinned there: expected it stopped first (systemctl stop), \
-                     or a \
-                     pin directory of one's own",
+                     or a pin directory of one's own",
                     directory.display()
                 ),
                 Err((_, error)) => return Err(error).with_context(|| directory.display().to_string()),

@@ -388,8 +388,7 @@ class = 1
         assert_eq!(
             error_of_config("policy = \"jsk\""),
             "dispatch.toml:3:10: key `service.policy`: policy \"jsk\" is not known: expected \"random\", \"rr\", \
-             \"jsq\", \
-             \"jlq\" or \"jbsrq\" (nearest: `jsq`)"
+             \"jsq\", \"jlq\" or \"jbsrq\" (nearest: `jsq`)"
         );
         assert_eq!(
             error_of_config("bound = 0"),
@@ -398,8 +397,7 @@ class = 1
         assert_eq!(
             error_of_config("response_timeout = \"60s\""),
             "dispatch.toml:3:20: key `service.response_timeout`: \"60s\": expected a time with its unit, from \
-             \"100ms\" to \
-             \"20s\""
+             \"100ms\" to \"20s\""
         );
         assert_eq!(
             error_of_config("request_id = { offset = 0, bytes = 9 }"),

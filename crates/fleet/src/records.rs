@@ -227,9 +227,7 @@ impl Records {
                 (None, None) => draw_server_id(&mut free_ids, id_limit, random).ok_or_else(|| {
                     let message = format!(
                         "no server id is free for {:?}: all {id_limit} are in use, or reserved for connections of \
-                         servers \
-                         that \
-                         left",
+                         servers that left",
                         server.name,
                     );
                     (server.span.clone(), message)
@@ -250,8 +248,7 @@ impl Records {
         };
         Err(format!(
             "server id {id} belongs to server {:?}, whose connections may still carry it: expected one that is free, \
-             or \
-             none to have one drawn",
+             or none to have one drawn",
             owner.name
         ))
     }
@@ -395,8 +392,8 @@ mod tests {
         let reserved_id_error = records.apply(&two_service_config(&["s1", "s3=7"], &[]), at(200), random).unwrap_err();
         assert_eq!(
             reserved_id_error.to_string(),
-            "fleet.toml:7:6: key `server.id`: server id 7 belongs to server \"s2\", whose connections may still \
-             carry it: expected one that is free, or none to have one drawn"
+            "fleet.toml:7:6: key `server.id`: server id 7 belongs to server \"s2\", whose connections may still carry \
+             it: expected one that is free, or none to have one drawn"
         );
         assert_eq!(records.generation, 2, "a refused configuration changes nothing");
         assert!(!records.remove_expired(at(86_400), at(86_499)));

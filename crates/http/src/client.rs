@@ -246,8 +246,7 @@ fn read_api_token(file: &Path) -> anyhow::Result<Secret<String>> {
     read_token(file).map_err(|problem| {
         anyhow!(
             "{problem} (the controller writes viewer.token and operator.token into its `token_directory`; --token-file \
-             or \
-             COREWARD_TOKEN_FILE names one)"
+             or COREWARD_TOKEN_FILE names one)"
         )
     })
 }

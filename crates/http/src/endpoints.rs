@@ -112,8 +112,8 @@ impl AccessControl {
             None => {
                 self.limits.count_rejected_request(peer.address)?;
                 let expected = "expected `Authorization: Bearer TOKEN` with the token of a role (viewer.token or \
-                                operator.token \
-                                in the controller's folder), or by TLS the certificate of an operator or a viewer";
+                                operator.token in the controller's folder), or by TLS the certificate of an operator \
+                                or a viewer";
                 Err(Problem::new(ProblemKind::Unauthenticated, format!("no valid token: {expected}")))
             }
         }

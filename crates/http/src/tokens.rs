@@ -90,8 +90,8 @@ pub fn read_token(path: &Path) -> anyhow::Result<Secret<String>> {
     let is_allowed = |c: char| c.is_ascii_alphanumeric() || "-._~+/=".contains(c);
     ensure!(
         text.len() >= MIN_TOKEN_LENGTH && text.chars().all(is_allowed),
-        "{} holds no token: expected at least {MIN_TOKEN_LENGTH} characters out of A-Z a-z 0-9 - . _ ~ + / = \
-         (without the file a new one is drawn)",
+        "{} holds no token: expected at least {MIN_TOKEN_LENGTH} characters out of A-Z a-z 0-9 - . _ ~ + / = (without \
+         the file a new one is drawn)",
         path.display()
     );
     Ok(Secret::new(text))

@@ -359,8 +359,7 @@ fn unreachable_controller_and_invalid_token_are_reported() {
         error,
         format!(
             "no controller answers at {closed_address} (Connection refused (os error 111)): expected a running \
-             `coreward \
-             controller` with this `api`"
+             `coreward controller` with this `api`"
         )
     );
 }

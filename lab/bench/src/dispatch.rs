@@ -108,10 +108,9 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         heading: "Which worker gets a request",
         method: format!(
             "dispatch.bpf.c on datagrams over a loopback, {CLIENT_COUNT} clients, up to {MAX_OUTSTANDING_REQUESTS} \
-             outstanding, by the \
-             kernel's run-time statistics: medians of {rounds} rounds of {requests} requests, interleaved, with the \
-             datagram's whole path in between. jlq and jbsrq distinguish two types of requests. `(always the same)` \
-             only calls the helper that names a socket."
+             outstanding, by the kernel's run-time statistics: medians of {rounds} rounds of {requests} requests, \
+             interleaved, with the datagram's whole path in between. jlq and jbsrq distinguish two types of requests. \
+             `(always the same)` only calls the helper that names a socket."
         ),
         tables: vec![dispatch_table, egress_table],
     })

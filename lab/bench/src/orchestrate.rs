@@ -107,10 +107,10 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         heading: "Requests to cores through shared memory",
         method: format!(
             "coreward-orchestrator and coreward-runtime: JBSRQ and FEO, {SERVICE_COUNT} services, depth \
-             {MAX_OUTSTANDING_PER_CORE}, {} \
-             bytes of payload; without sockets, except the last table ({} cores). The orchestrator is on CPU {}, \
-             all workers share a thread on CPU {}; where they are slower, they are the limit. A decision is a request \
-             that is sent to a core, and its feedback. {} operations per case, {} rounds; medians.",
+             {MAX_OUTSTANDING_PER_CORE}, {} bytes of payload; without sockets, except the last table ({} cores). The \
+             orchestrator is on CPU {}, all workers share a thread on CPU {}; where they are slower, they are the \
+             limit. A decision is a request that is sent to a core, and its feedback. {} operations per case, {} \
+             rounds; medians.",
             REQUEST_PAYLOAD.len(),
             sockets::CORE_COUNT,
             ORCHESTRATOR_AND_WORKER_CPU[0],

@@ -191,11 +191,11 @@ fn report(args: &Args, windows: &[WindowResult], rack_cpu_us: Vec<f64>, summary_
         name: "racks",
         heading: "The controller behind racks",
         method: format!(
-            "{} racks send {} candidates per bucket of {} servers of {} cores every 100 ms, each by a gRPC stream \
-             of its own (loopback{}), and every server's whole report as often as the controller requests it, to a \
+            "{} racks send {} candidates per bucket of {} servers of {} cores every 100 ms, each by a gRPC stream of \
+             its own (loopback{}), and every server's whole report as often as the controller requests it, to a \
              controller that has CPU 0; racks and a load balancer, which puts the tables of {} services in force and \
-             reports each, share CPU 1. {} windows of {} s; percentiles are interpolated in classes. A rack's CPU \
-             is without gRPC.",
+             reports each, share CPU 1. {} windows of {} s; percentiles are interpolated in classes. A rack's CPU is \
+             without gRPC.",
             args.racks,
             args.rack_candidates,
             args.agents,

@@ -62,8 +62,7 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
         method: format!(
             "`coreward-lab sim rpc` on one CPU, load 0.8: {} requests per case, {} rounds, interleaved; medians. \
              `coreward-lab sim lb` on both CPUs: a capture of {} s of campus traffic, {CAPTURED_BYTES_PER_PACKET} \
-             bytes of each \
-             packet, from the page cache.",
+             bytes of each packet, from the page cache.",
             args.requests, args.rounds, args.capture_seconds
         ),
         tables: vec![table, measure_captures(args)?],

@@ -200,10 +200,10 @@ fn describe_method(args: &Args, parse_and_swap_ns: f64) -> String {
          connections; medians over the rounds. `fastest rounds`: the fastest of lb above the fastest of `empty`, \
          compared with the goal. `multiple of parse + swap`: `fastest rounds` divided by that of `parse + swap MACs` \
          (median of all cases: {parse_and_swap_ns:.1} ns). The frame is in the CPU's cache. Packets of open \
-         connections come in \
-         random order with valid cookies. stateful has a table of {} entries, hash-table one of {}. A first packet of \
-         stateful takes an entry. All are freed between the rounds, or after the given number; the first quarter \
-         after that is not measured (cold caches). The last table has single operations, 64 in a row.",
+         connections come in random order with valid cookies. stateful has a table of {} entries, hash-table one of \
+         {}. A first packet of stateful takes an entry. All are freed between the rounds, or after the given number; \
+         the first quarter after that is not measured (cold caches). The last table has single operations, 64 in a \
+         row.",
         args.length.rounds,
         args.length.packets,
         balancer::CONNECTION_TABLE_ENTRIES,

@@ -98,8 +98,7 @@ pub fn check_placement(guest: &mut Guest, wire: &GuestTap, name: &str, tally: &m
     let [others, others_all] = count_at_first_server(&loaded.placements, |flow| !is_on_loaded_queue(flow));
     let placement_text = format!(
         "of core {loaded_queue}, with {rate} forwarded packets/s, {on_core} of {on_core_all} SYNs, of the others \
-         {others} of \
-         {others_all}; {}",
+         {others} of {others_all}; {}",
         format_loads(guest)?
     );
     tally.record_result(
@@ -119,8 +118,8 @@ fn start_daemons(guest: &mut Guest) -> Result<()> {
     let next_hop_mac = host_mac(254).map(|byte| format!("{byte:02x}")).join(":");
     let forwarded_address = FORWARDED_DESTINATION.ip();
     guest.run_successfully(&format!(
-        "ip link add out type veth && ip link set veth0 up && ip link set out up && \
-         ip route add {forwarded_address}/32 dev out && arp -i out -s {forwarded_address} {next_hop_mac}"
+        "ip link add out type veth && ip link set veth0 up && ip link set out up && ip route add \
+         {forwarded_address}/32 dev out && arp -i out -s {forwarded_address} {next_hop_mac}"
     ))?;
     guest.run_successfully(&format!("start publish sh /etc/publish /run/busy {PUBLISHED_LOAD_PCT} {QUEUE_COUNT}"))?;
     guest.run_successfully("start controller coreward controller --config /etc/forwarding.toml")?;

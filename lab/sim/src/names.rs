@@ -51,8 +51,8 @@ mod tests {
         assert_eq!(error.nearest_names(), ["crossrss", "crossrss-plus"]);
         assert_eq!(
             error.to_string(),
-            "policy \"crosrss\" does not exist: did you mean crossrss or crossrss-plus? \
-             expected one of hash, rr, crossrss, crossrss-plus"
+            "policy \"crosrss\" does not exist: did you mean crossrss or crossrss-plus? expected one of hash, rr, \
+             crossrss, crossrss-plus"
         );
         assert_eq!(
             UnknownName::new("figure", "zzz", ["a", "b"]).to_string(),

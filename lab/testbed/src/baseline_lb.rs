@@ -108,8 +108,7 @@ impl Testbed {
             writeln!(
                 rules,
                 "    {service_packet_match} tcp flags & (syn | ack) == syn jhash {flow} mod {server_count} seed 1 \
-                 {position} \
-                 add @connections {{ {flow} : {mac} }}"
+                 {position} add @connections {{ {flow} : {mac} }}"
             )?;
         }
         let ruleset = format!(

@@ -35,9 +35,9 @@ impl Testbed {
             .map(|kind| format!("{kind}_temp_path {at}/{kind}; "))
             .concat();
         let text = format!(
-            "user root; daemon off; worker_processes 1; pid {at}/nginx.pid; error_log {at}/error.log; \
-             lock_file {at}/lock; events {{ }} http {{ access_log off; {temporary_path_options} \
-             server {{ listen {CONTAINER_PORT}; location / {{ return 200 \"{CONTAINER_RESPONSE_BODY}\"; }} }} }}"
+            "user root; daemon off; worker_processes 1; pid {at}/nginx.pid; error_log {at}/error.log; lock_file \
+             {at}/lock; events {{ }} http {{ access_log off; {temporary_path_options} server {{ listen \
+             {CONTAINER_PORT}; location / {{ return 200 \"{CONTAINER_RESPONSE_BODY}\"; }} }} }}"
         );
         fs::write(directory.join("nginx.conf"), text)?;
         let mut command = Command::new("unshare");

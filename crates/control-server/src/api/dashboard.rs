@@ -13,9 +13,7 @@ use super::Api;
 
 /// Content security policy: only content from the controller itself, and no frames.
 const CONTENT_SECURITY_POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; \
-    img-src data:; \
-                      base-uri 'none'; \
-                      form-action 'none'; frame-ancestors 'none'";
+    img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
 /// Returns the routes of the dashboard's page and files. They contain no data of the fleet, and need no token.
 pub fn routes() -> axum::Router<Api> {

@@ -179,8 +179,7 @@ fn revoked_certificates_are_fingerprints() {
     assert_eq!(
         parse_controller_config(&text).unwrap_err(),
         "/etc/coreward/controller.toml:3:25: key `revoked_certificates`: fingerprint \"AB:CD\": expected the 32 bytes \
-         of a \
-         SHA-256 in hexadecimal, as `coreward certs show` prints them"
+         of a SHA-256 in hexadecimal, as `coreward certs show` prints them"
     );
     let fingerprint = "AB".repeat(32);
     let config =

@@ -139,8 +139,7 @@ impl FromToml for KeyPrefix {
         let reserved_segments = coreward_etcd::RESERVED_KEY_SEGMENTS.join(", ");
         format!(
             "what all keys in etcd begin with: a slash first, none at the end, and no segment of {reserved_segments}, \
-             as \
-             \"/coreward\""
+             as \"/coreward\""
         )
     }
 

@@ -162,12 +162,10 @@ async fn invalid_document_changes_nothing() {
         [
             "/wanted.toml:7:8: key `server.name`: server name s1 is used twice (first in line 4): expected each once",
             "/wanted.toml:8:11: key `server.address`: server address 10.2.0.1 is used twice (first in line 5): \
-             expected \
-             each once",
+             expected each once",
             "/wanted.toml:12:1: key `service.weihgt`: is not known: expected one of `name`, `vip`, `protocol`, \
-             `consistency`, `timestamps`, `forwarding`, `udp`, \
-             `migrate_from`, `migrate_to`, `policy`, `slow_start`, `buckets`, `servers`, \
-             `health`, `when_all_down`",
+             `consistency`, `timestamps`, `forwarding`, `udp`, `migrate_from`, `migrate_to`, `policy`, `slow_start`, \
+             `buckets`, `servers`, `health`, `when_all_down`",
         ]
     );
     // Right by itself, but the id's connections may still live: only the controller knows.
@@ -175,8 +173,7 @@ async fn invalid_document_changes_nothing() {
     assert_eq!(
         controller.apply(&test_directory, &duplicate_id_document).await.unwrap_err(),
         "/wanted.toml:5:6: key `server.id`: server id 7 belongs to server \"s1\", whose connections may still carry \
-         it: \
-         expected one that is free, or none to have one drawn"
+         it: expected one that is free, or none to have one drawn"
     );
     // A client that does not check first gets the same answer.
     let invalid_fleet =
@@ -223,8 +220,8 @@ async fn fleet_managed_by_a_file_changes_only_there() {
         apply(proposed_fleet).await.unwrap_err().replace(&test_directory.directory.path().display().to_string(), "");
     assert_eq!(
         apply_error,
-        "this controller's fleet is managed by /fleet.toml (`fleet` in /controller.toml): expected changes there, \
-         then SIGHUP"
+        "this controller's fleet is managed by /fleet.toml (`fleet` in /controller.toml): expected changes there, then \
+         SIGHUP"
     );
     let stored_before = controller.stored_configuration().await;
     controller.kill().await;

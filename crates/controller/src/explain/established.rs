@@ -20,8 +20,8 @@ pub enum ExplainedPacket {
     },
 }
 
-const LB_STAMPED_RESET: &str = "a reset without timestamps follows the load balancer's flow table; \
-                                without an entry it is dropped, as these servers accept no broadcast";
+const LB_STAMPED_RESET: &str = "a reset without timestamps follows the load balancer's flow table; without an entry it \
+                                is dropped, as these servers accept no broadcast";
 
 impl ConnectionCase<'_> {
     /// Returns the verdict on a packet that does not open a connection.
@@ -47,8 +47,8 @@ impl ConnectionCase<'_> {
                 }
                 Some(tsecr) if service_mode.timestamps == TimestampOrigin::Server => self.verdict_by_cookie(tsecr),
                 _ if reset => {
-                    let reason = "a reset without timestamps follows the load balancer's flow table; \
-                                  without an entry it is broadcast, and the server with the connection accepts it";
+                    let reason = "a reset without timestamps follows the load balancer's flow table; without an entry \
+                                  it is broadcast, and the server with the connection accepts it";
                     (None, reason.to_owned())
                 }
                 _ => self.verdict_by_bucket(table, "without a cookie it follows the load balancer's flow table, or"),
@@ -134,8 +134,7 @@ impl ConnectionCase<'_> {
         if self.service_view.service.mode.consistency != Consistency::Stateful {
             return format!(
                 "its cookie, read with key {key}, names an entry of a connection table, which this service does not \
-                 have: \
-                 the packet is broadcast at a limited rate"
+                 have: the packet is broadcast at a limited rate"
             );
         }
         let (owner, slot) = decode_cookie_index(number);

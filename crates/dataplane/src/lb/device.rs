@@ -31,9 +31,7 @@ impl LoadBalancer {
             anyhow::ensure!(
                 attached_index == interface_index,
                 "what another version pinned is at the interface of index {attached_index}, not at {interface:?} \
-                 (index \
-                 {interface_index}): \
-                 detach it first, or use another pin directory"
+                 (index {interface_index}): detach it first, or use another pin directory"
             );
             return Ok(if self.variant.counters_by_cpu { AttachedXdpMode::Generic } else { AttachedXdpMode::Native });
         }
@@ -47,8 +45,7 @@ impl LoadBalancer {
                 found if found == interface_index => return self.replace_pinned_program(mode),
                 found => bail!(
                     "what is pinned in {} is at the interface of index {found}, not at {interface:?} (index \
-                     {interface_index}): \
-                     detach it first, or use another pin directory",
+                     {interface_index}): detach it first, or use another pin directory",
                     self.lb_directory.as_deref().unwrap_or(Path::new("")).display()
                 ),
             }

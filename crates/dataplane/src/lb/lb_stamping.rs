@@ -100,21 +100,18 @@ impl ServerClock {
             ClockState::NoReplies => (self.opened_connections >= u64::from(MIN_AGREEING_SYN_ACKS)).then(|| {
                 format!(
                     "{} new connections went to it, but none of its replies passes here: expected its route to the \
-                     clients \
-                     to lead through this load balancer",
+                     clients to lead through this load balancer",
                     self.opened_connections
                 )
             }),
             ClockState::NoTimestamps => Some(format!(
                 "none of its {} SYN-ACKs has TCP timestamps, so {FALLBACK_NOTE}: expected net.ipv4.tcp_timestamps = 1 \
-                 or 2 \
-                 there",
+                 or 2 there",
                 self.syn_ack_count
             )),
             ClockState::Unusable if self.is_unsteady => Some(format!(
                 "the TSval of its answers does not grow by 1 per ms, so {FALLBACK_NOTE}: expected a clock of 1 ms \
-                 (Linux \
-                 has it, without `features tcp_usec_ts` in its routes)"
+                 (Linux has it, without `features tcp_usec_ts` in its routes)"
             )),
             ClockState::Unusable => Some(format!(
                 "{} of its {} SYN-ACKs have another clock than the one before, and no connection sent answers {} ms \

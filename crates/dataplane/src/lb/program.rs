@@ -317,10 +317,8 @@ impl Maps {
         let used_entry_count = connection_memory::count_used_entries(&self.connections);
         ensure!(
             used_entry_count == 0,
-            "the connection table in {} has {} entries, not {}, and {used_entry_count} of them are in use: give it \
-             the old size, \
-             or \
-             detach first (forwarding stops)",
+            "the connection table in {} has {} entries, not {}, and {used_entry_count} of them are in use: give it the \
+             old size, or detach first (forwarding stops)",
             directory.display(),
             found.entry_count(),
             requested.entry_count()
@@ -485,8 +483,7 @@ fn pinned_sizes(directory: &Path) -> anyhow::Result<MapSizes> {
 fn version_mismatch_hint(directory: &Path) -> String {
     format!(
         "What is pinned in {directory} was not made by this version of coreward: `coreward lb` of this version takes \
-         its place \
-         once it has its configuration, and until then it forwards",
+         its place once it has its configuration, and until then it forwards",
         directory = directory.display()
     )
 }

@@ -48,8 +48,7 @@ pub enum ModeError {
     /// The service cannot be migrated, because a server could not recognise packets of other connections.
     #[error(
         "service {0}: only TCP with consistency \"stateless\", \"stateful\" or \"hash-table\" and without timestamps \
-         by \
-             the load balancer can be adopted or handed over"
+         by the load balancer can be adopted or handed over"
     )]
     CannotMigrate(ServiceAddress),
     /// LB-side stamping needs L2 forwarding: replies of servers behind routers do not pass the load balancer.

@@ -33,8 +33,7 @@ fn check_vip_at_server(facts: &Facts, vip: IpAddr) -> Finding {
     };
     if let Some(other) = devices_with_vip.iter().find(|device| **device != LOOPBACK_DEVICE) {
         let consequence = "the server answers ARP or neighbour solicitations for the VIP: clients' packets pass the \
-                           load \
-                   balancers by";
+                           load balancers by";
         return Finding::fault(format!("VIP {vip} is on {other}: expected lo"), consequence).with_remedy_step(format!(
             "ip address add {vip}/{prefix} dev lo; ip address delete {vip}/{prefix} dev {other}"
         ));

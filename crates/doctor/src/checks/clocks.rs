@@ -20,9 +20,7 @@ pub fn check_tcp_timestamps(facts: &Facts) -> Vec<Finding> {
         ))];
     }
     let consequence = "each connection has its own clock (1) or none (0): it cannot be stamped, and loses its server \
-                       when the \
-               pool \
-               changes";
+                       when the pool changes";
     // Not by --fix: timestamps of connections that an agent already stamps would jump.
     vec![Finding::fault(format!("net.ipv4.tcp_timestamps is {value}: expected 2"), consequence).with_sysctl(
         TCP_TIMESTAMPS_SYSCTL.to_owned(),
@@ -43,8 +41,7 @@ pub fn check_clock_source(facts: &Facts) -> Vec<Finding> {
         return vec![Finding::ok(clock_source)];
     }
     let consequence = "each reading takes a microsecond or more, or is coarse: timestamps, loads and request times \
-                       read it for \
-               every packet";
+                       read it for every packet";
     let remedy = "echo tsc > /sys/devices/system/clocksource/clocksource0/current_clocksource  # or see dmesg why tsc \
                   is not trusted";
     vec![

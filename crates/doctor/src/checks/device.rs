@@ -69,8 +69,7 @@ pub fn check_xdp(facts: &Facts) -> Vec<Finding> {
         if device.xdp.supports_native == Some(false) && facts.settings.xdp_mode != XdpMode::Generic {
             let requires_native_xdp = facts.settings.xdp_mode == XdpMode::Native;
             let consequence = "the program runs after the driver (generic XDP), several times slower; with `xdp_mode = \
-                       \"native\"` \
-                       the daemon does not start";
+                       \"native\"` the daemon does not start";
             findings.push(
                 Finding::fault_if(requires_native_xdp, format!("the driver {} has no XDP", device.driver), consequence)
                     .with_remedy_step("a NIC whose driver has XDP, or `xdp_mode = \"generic\"` to accept that"),
@@ -99,8 +98,7 @@ pub fn check_xdp_send(facts: &Facts) -> Vec<Finding> {
         if is_native_program && device.veth_peer_has_xdp == Some(false) {
             let observation = format!(
                 "the other end of the veth {interface_name} has no XDP program: frames that XDP sends are dropped, or \
-                 with GRO \
-                 there wait until this machine sends something itself"
+                 with GRO there wait until this machine sends something itself"
             );
             return vec![with_veth_remedy(Finding::fault(observation, consequence))];
         }
@@ -155,9 +153,7 @@ pub fn check_mtu(facts: &Facts) -> Vec<Finding> {
             return vec![Finding::ok(format!("{} bytes", device.mtu))];
         }
         let consequence = "drivers reject XDP if a frame does not fit one page: generic XDP is slower, and with \
-                           `xdp_mode = \
-                   \"native\"` \
-                   the daemon does not start";
+                           `xdp_mode = \"native\"` the daemon does not start";
         let requires_native_xdp = facts.settings.xdp_mode == XdpMode::Native;
         let observation = format!("{} bytes: expected at most {MAX_MTU}", device.mtu);
         vec![

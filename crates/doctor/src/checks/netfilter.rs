@@ -67,8 +67,8 @@ pub fn check_dnat(facts: &Facts) -> Vec<Finding> {
             return vec![Finding::ok("no rule changes the destinations of services")];
         }
         let consequence = "sockets of services behind it are not visible: `consistency = \"stateful\"` is stateless \
-                           there, and \
-                   with \"beamer\" or `timestamps = \"off\"` connections break when the pool changes";
+                           there, and with \"beamer\" or `timestamps = \"off\"` connections break when the pool \
+                           changes";
         vec![
             Finding::warning(
                 format!("{} can change destinations (containers?)", translating_chains.join("; ")),

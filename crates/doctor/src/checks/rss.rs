@@ -20,8 +20,7 @@ pub fn check_rss(facts: &Facts) -> Vec<Finding> {
             let interface_name = facts.interface();
             let observation = format!(
                 "{interface_name}: the driver mlx5_core hashes symmetrically by default, and reports it from Linux \
-                 6.15 on only; \
-                 the agent detects it by the queues of SYNs (`coreward status`: input_transform)"
+                 6.15 on only; the agent detects it by the queues of SYNs (`coreward status`: input_transform)"
             );
             vec![
                 Finding::unknown(observation)
@@ -35,9 +34,7 @@ pub fn check_rss(facts: &Facts) -> Vec<Finding> {
             };
             vec![Finding::ok(format!(
                 "a key and a table of {entries} entries{symmetric_note}; `coreward agent rss --interface {}` shows if \
-                 they \
-                 are \
-                 in force",
+                 they are in force",
                 facts.interface()
             ))]
         }

@@ -95,8 +95,7 @@ fn role_of_file(file: &Path) -> anyhow::Result<Role> {
         ensure!(
             table.contains_key("interface"),
             "{}: neither `store` or [etcd] (a controller's), `server` (an agent's) nor `interface` (a load \
-             balancer's): expected the file \
-             of a daemon, or --role",
+             balancer's): expected the file of a daemon, or --role",
             file.display()
         );
         Role::Lb

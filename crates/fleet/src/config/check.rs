@@ -230,9 +230,7 @@ fn check_ids_fit<'a>(service_name: &str, pool: impl Iterator<Item = &'a ServerCo
     {
         let message = format_args!(
             "server id {id} in service {service_name:?}, whose timestamps are by \"lb\": expected 0 to {}, the bits \
-             that \
-             its \
-             cookies hold, or none to have one drawn",
+             that its cookies hold, or none to have one drawn",
             lb_stamping::STAMPABLE_SERVER_ID_COUNT - 1
         );
         reader.report(span.clone(), message);

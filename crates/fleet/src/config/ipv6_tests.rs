@@ -48,8 +48,8 @@ fn unreachable_vip_is_rejected_with_the_kind_of_its_address() {
         ("224.0.0.1:80", "is no address of one host"),
     ] {
         let expected_error = format!(
-            "fleet.toml:6:7: key `service.vip`: VIP {vip:?} {reason}: expected an address that one host can \
-             have and a port from 1 on, as \"10.200.0.1:80\" or \"[2001:db8::1]:80\""
+            "fleet.toml:6:7: key `service.vip`: VIP {vip:?} {reason}: expected an address that one host can have and a \
+             port from 1 on, as \"10.200.0.1:80\" or \"[2001:db8::1]:80\""
         );
         assert_eq!(parse_service(vip, "").unwrap_err(), expected_error);
     }
@@ -70,8 +70,8 @@ fn settings_that_ipv6_does_not_allow_are_rejected_at_their_line() {
         ),
         (
             "health = { at = \"vip\" }",
-            "7:17: key `service.health.at`: checks at the VIP of a service with servers whose addresses are of \
-             another family: expected \"server\"",
+            "7:17: key `service.health.at`: checks at the VIP of a service with servers whose addresses are of another \
+             family: expected \"server\"",
         ),
     ] {
         assert_eq!(parse_service("[2001:db8::1]:80", keys).unwrap_err(), format!("fleet.toml:{message}"));

@@ -162,8 +162,7 @@ fn reject_unstable_policy<T>(consistency: &Spanned<T>, service: &Service, reader
     }
     let message = format!(
         "consistency \"none\" with policy {chosen:?}, which would send a connection's packets to several servers: \
-         expected \
-         a policy whose choice depends on the pool alone: {}",
+         expected a policy whose choice depends on the pool alone: {}",
         stable_policies.join(", ")
     );
     reader.report(consistency.span(), message);

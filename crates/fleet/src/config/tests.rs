@@ -114,8 +114,7 @@ fn each_invalid_value_is_reported_with_its_key() {
             "load_ewma_alpah = 0.25",
             "fleet.toml:4:1: key `load_ewma_alpah`: is not known: expected one of `report_interval`, `table_updates`, \
              `table_lifetime`, `load_ewma_alpha`, `buckets`, `max_connection_lifetime`, `key_rotation`, `racks`, \
-             `load_balancers`, \
-             `server`, `service` (nearest: `load_ewma_alpha`)",
+             `load_balancers`, `server`, `service` (nearest: `load_ewma_alpha`)",
         ),
         (
             "\"50ms\"",
@@ -141,14 +140,13 @@ fn each_invalid_value_is_reported_with_its_key() {
             "buckets = 256",
             "rss_key = \"6d:5a\"",
             "fleet.toml:5:1: key `rss_key`: is not known here: expected `rss_key_file = \"FILE\"` in the controller's \
-             own \
-             file, with the key in FILE",
+             own file, with the key in FILE",
         ),
         (
             "id = 7",
             "id = 16384",
-            "fleet.toml:10:6: key `server.id`: server id 16384 is out of range: expected 0 to 16383, the 14 bits \
-             that a cookie holds",
+            "fleet.toml:10:6: key `server.id`: server id 16384 is out of range: expected 0 to 16383, the 14 bits that \
+             a cookie holds",
         ),
         (
             "id = 7",
@@ -158,15 +156,15 @@ fn each_invalid_value_is_reported_with_its_key() {
         (
             "10.2.0.11",
             "10.2.0.256",
-            "fleet.toml:9:11: key `server.address`: server address \"10.2.0.256\": expected an address that \
-             one host can have, as \"10.2.0.11\" or \"2001:db8::11\"",
+            "fleet.toml:9:11: key `server.address`: server address \"10.2.0.256\": expected an address that one host \
+             can have, as \"10.2.0.11\" or \"2001:db8::11\"",
         ),
         ("\"s1\"", "\"s 1\"", "fleet.toml:8:8: key `server.name`: name \"s 1\": expected 1 to 64 bytes without blanks"),
         (
             "10.200.0.1:80",
             "2001:db8::1:80",
-            "fleet.toml:19:7: key `service.vip`: VIP \"2001:db8::1:80\": expected an address that one host \
-             can have and a port from 1 on, as \"10.200.0.1:80\" or \"[2001:db8::1]:80\"",
+            "fleet.toml:19:7: key `service.vip`: VIP \"2001:db8::1:80\": expected an address that one host can have \
+             and a port from 1 on, as \"10.200.0.1:80\" or \"[2001:db8::1]:80\"",
         ),
         (
             "policy = \"pow2\"",
@@ -185,8 +183,7 @@ fn each_invalid_value_is_reported_with_its_key() {
             "policy = \"pow2\"",
             "consistency = \"statefull\"",
             "fleet.toml:24:15: key `service.consistency`: consistency \"statefull\" is not known: expected \
-             \"stateless\", \
-             \"stateful\", \"none\", \"hash-table\" or \"beamer\" (nearest: `stateful`)",
+             \"stateless\", \"stateful\", \"none\", \"hash-table\" or \"beamer\" (nearest: `stateful`)",
         ),
         (
             "policy = \"pow2\"",
@@ -257,14 +254,14 @@ fn contradicting_values_are_reported_with_their_keys() {
         (
             "10.200.0.1:443",
             "10.200.0.1:80",
-            "fleet.toml:23:7: key `service.vip`: VIP 10.200.0.1:80/tcp is used twice (first in line 19): \
-             expected each once",
+            "fleet.toml:23:7: key `service.vip`: VIP 10.200.0.1:80/tcp is used twice (first in line 19): expected each \
+             once",
         ),
         (
             "\"api\"",
             "\"web\"",
-            "fleet.toml:22:8: key `service.name`: service name web is used twice (first in line 18): expected \
-             each once",
+            "fleet.toml:22:8: key `service.name`: service name web is used twice (first in line 18): expected each \
+             once",
         ),
         (
             "[\"s2\"]",
@@ -274,8 +271,8 @@ fn contradicting_values_are_reported_with_their_keys() {
         (
             "[\"s2\"]",
             "[\"s2\", \"s2\"]",
-            "fleet.toml:26:18: key `service.servers`: server of this service s2 is used twice (first in line \
-             26): expected each once",
+            "fleet.toml:26:18: key `service.servers`: server of this service s2 is used twice (first in line 26): \
+             expected each once",
         ),
         (
             "buckets = 256",
@@ -322,8 +319,8 @@ fn contradicting_values_are_reported_with_their_keys() {
         (
             "policy = \"pow2\"",
             "forwarding = \"vxlan\"",
-            "fleet.toml:24:14: key `service.forwarding`: forwarding \"vxlan\" is not known: expected \"l2\", \
-             \"ipip\" or \"gue\"",
+            "fleet.toml:24:14: key `service.forwarding`: forwarding \"vxlan\" is not known: expected \"l2\", \"ipip\" \
+             or \"gue\"",
         ),
         (
             "policy = \"pow2\"",
@@ -354,8 +351,7 @@ fn contradicting_values_are_reported_with_their_keys() {
             "policy = \"pow2\"\nconsistency = \"none\"",
             "fleet.toml:25:15: key `service.consistency`: consistency \"none\" with policy \"pow2\", which would send \
              a connection's packets to several servers: expected a policy whose choice depends on the pool alone: \
-             hash, \
-             consistent-hash, maglev",
+             hash, consistent-hash, maglev",
         ),
         (
             "policy = \"pow2\"",
@@ -516,33 +512,29 @@ fn service_migrates_either_to_or_from_another_load_balancer() {
         (
             "migrate_from = \"10.200.0.1\"",
             "fleet.toml:25:16: key `service.migrate_from`: `migrate_from` is the VIP 10.200.0.1: expected the load \
-             balancer's own \
-             address",
+             balancer's own address",
         ),
         (
             "forwarding = \"gue\"\nmigrate_from = \"10.2.0.5\"",
-            "fleet.toml:26:16: key `service.migrate_from`: `migrate_from` with forwarding \"gue\": expected \"l2\", \
-             as the other load balancer is reached by its MAC address",
+            "fleet.toml:26:16: key `service.migrate_from`: `migrate_from` with forwarding \"gue\": expected \"l2\", as \
+             the other load balancer is reached by its MAC address",
         ),
         (
             "protocol = \"udp\"\nmigrate_from = \"10.2.0.5\"",
             "fleet.toml:26:16: key `service.migrate_from`: `migrate_from` of a UDP service, whose datagrams do not \
-             show what begins \
-             a flow: expected TCP",
+             show what begins a flow: expected TCP",
         ),
         (
             "timestamps = \"lb\"\nmigrate_from = \"10.2.0.5\"",
             "fleet.toml:26:16: key `service.migrate_from`: `migrate_from` with consistency \"stateless\" and \
-             timestamps by \"lb\": \
-             expected consistency \"stateless\", \"stateful\" or \"hash-table\", and timestamps by \"server\" or \
-             \"off\"",
+             timestamps by \"lb\": expected consistency \"stateless\", \"stateful\" or \"hash-table\", and timestamps \
+             by \"server\" or \"off\"",
         ),
         (
             "migrate_to = \"10.2.0.5\"",
             "fleet.toml:25:14: key `service.migrate_to`: service \"api\" is handed over, but its server \"s2\" goes on \
              stamping new connections of service \"web\", and a server stamps those of all its services or of none: \
-             expected \
-             `migrate_to` in both",
+             expected `migrate_to` in both",
         ),
     ] {
         assert_eq!(error_with_line(line), message);

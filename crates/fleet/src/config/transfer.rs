@@ -77,8 +77,7 @@ pub fn check_uniform_stamping(
         let Some(written) = leaving_entry.and_then(|entry| entry.get_ref().migrate_to.as_ref()) else { continue };
         let message = format!(
             "service {:?} is handed over, but its server {:?} goes on stamping new connections of service {:?}, and a \
-             server \
-             stamps those of all its services or of none: expected `migrate_to` in both",
+             server stamps those of all its services or of none: expected `migrate_to` in both",
             leaving.name, server.name, staying.name
         );
         reader.report(written.span(), message);

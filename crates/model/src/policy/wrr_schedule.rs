@@ -142,8 +142,8 @@ mod tests {
             for (server, weight) in weights.iter().enumerate() {
                 let turns_in_window = (from..from + length).filter(|turn| turns[turn % turns.len()] == server).count();
                 let fair_share = length as f64 * f64::from(*weight) / total_weight;
-                prop_assert!((turns_in_window as f64 - fair_share).abs() < 2.0, "server {server}: {turns_in_window} \
-                                                                                 of {fair_share}");
+                prop_assert!((turns_in_window as f64 - fair_share).abs() < 2.0, "server {server}: {turns_in_window} of \
+                                                                                 {fair_share}");
             }
         }
     }

@@ -298,8 +298,8 @@ fn tables_depend_on_loads_exactly_if_the_policy_reads_loads() {
 fn unknown_policy_is_rejected_with_the_list_of_policies() {
     assert_eq!(
         policy_by_name("crosrss", 1).err().unwrap().to_string(),
-        "policy \"crosrss\" does not exist: expected one of hash, consistent-hash, maglev, bounded-load, rr, \
-         wrr, awrr, pow2, pow2:connections, pow2:packets, pow2:bytes, least, least:packets, least:bytes, least:cpu, \
+        "policy \"crosrss\" does not exist: expected one of hash, consistent-hash, maglev, bounded-load, rr, wrr, \
+         awrr, pow2, pow2:connections, pow2:packets, pow2:bytes, least, least:packets, least:bytes, least:cpu, \
          crossrss, crossrss-plus"
     );
 }

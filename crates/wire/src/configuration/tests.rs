@@ -146,8 +146,8 @@ fn errors_name_the_field() {
     };
     assert_eq!(
         error(|m| m.services[1].servers[0].id = 16_384),
-        "services[1].servers[0].id: server id 16384 is out of range: expected 0 to 16383, the 14 bits that a \
-         cookie holds"
+        "services[1].servers[0].id: server id 16384 is out of range: expected 0 to 16383, the 14 bits that a cookie \
+         holds"
     );
     assert_eq!(
         error(|m| m.services[1].servers[1].id = 1),

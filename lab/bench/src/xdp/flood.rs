@@ -308,8 +308,8 @@ fn build_report(measured: &[FloodMeasurement], length: &MeasurementLength, cpus:
         "CPU {} runs lb.bpf.c on packets of {CONNECTION_COUNT} open connections in random order. CPU {} runs the same \
          program with the same maps on SYNs of new clients, as fast as it can, on another receive queue; rule \
          least_assigned. Without flood it runs the empty program on the same SYNs. {} rounds of {} packets, with and \
-         without flood in turns; medians over the rounds. {}. Memory: {array_count} of the \
-         maps are arrays of fixed size, {hash_count} are hash tables, whose entries are counted.",
+         without flood in turns; medians over the rounds. {}. Memory: {array_count} of the maps are arrays of fixed \
+         size, {hash_count} are hash tables, whose entries are counted.",
         cpus[0],
         cpus[1],
         length.rounds,

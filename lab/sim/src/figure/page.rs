@@ -49,8 +49,8 @@ fn describe_number_source(has_live_figures: bool) -> String {
     let version = env!("CARGO_PKG_VERSION");
     if has_live_figures {
         return format!(
-            "Figures whose names end in -live were measured, on the machine named below them; everything else on \
-             this page was simulated by coreward {version}."
+            "Figures whose names end in -live were measured, on the machine named below them; everything else on this \
+             page was simulated by coreward {version}."
         );
     }
     format!("Everything on this page was simulated by coreward {version}; nothing was measured on hardware.")

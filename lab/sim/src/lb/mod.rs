@@ -117,8 +117,7 @@ pub enum Error {
     /// The trace is too short for the measurement of a window.
     #[error(
         "the trace lasts {seconds:.3} s: variance is measured in windows of {window_ms} ms after the first, so it must \
-         last \
-         at least {} ms; a shorter --window-ms helps", 2 * window_ms
+         last at least {} ms; a shorter --window-ms helps", 2 * window_ms
     )]
     TooShort {
         /// Duration of the trace (s).

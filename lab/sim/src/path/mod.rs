@@ -125,8 +125,7 @@ pub enum Error {
     /// The run is too short for a measurement.
     #[error(
         "{seconds} s: expected at least {needed:.3}, twice the warm-up (which is two mean lives of a connection) and \
-         two \
-         windows after it"
+         two windows after it"
     )]
     TooShort { seconds: f64, needed: f64 },
 }

@@ -89,8 +89,7 @@ impl Printable for Outcome {
         vec![
             format!(
                 "medians over the seeds; latency at the server, from the NIC in to the NIC out, in service times of \
-                 the \
-                 shortest class ({} us)",
+                 the shortest class ({} us)",
                 self.unit_us
             ),
             format!("{} requests per combination and seed", self.requests),

@@ -82,9 +82,8 @@ impl fmt::Display for ByzantineShare {
         let [at_first, at_last, fair_share, limit] = percentages;
         write!(
             f,
-            "{at_first:.1} % of new connections in the first {INITIAL_MEASUREMENT_SECONDS} s, \
-             {at_last:.1} % in the last {FINAL_MEASUREMENT_SECONDS} s; \
-             fair share {fair_share:.1} %, limit {limit:.1} %"
+            "{at_first:.1} % of new connections in the first {INITIAL_MEASUREMENT_SECONDS} s, {at_last:.1} % in the \
+             last {FINAL_MEASUREMENT_SECONDS} s; fair share {fair_share:.1} %, limit {limit:.1} %"
         )
     }
 }

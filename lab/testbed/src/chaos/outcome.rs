@@ -102,8 +102,7 @@ impl fmt::Display for ChaosOutcome {
         writeln!(
             f,
             "  changes      {} acknowledged, {} unanswered (of which {} in force), {} invalid and {} too early \
-             rejected, \
-             {} status queries",
+             rejected, {} status queries",
             writes.acknowledged,
             writes.unanswered,
             writes.unanswered_in_force,

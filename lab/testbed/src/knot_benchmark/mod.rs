@@ -186,8 +186,7 @@ impl Printable for Comparison {
         let Self { workers, rate, signed, .. } = self;
         vec![format!(
             "knotd with {workers} UDP workers, {rate} queries a second, {:.0} % of them signed when they are asked \
-             for. \
-             Medians over the runs (lowest to highest); latency from when a query was due.",
+             for. Medians over the runs (lowest to highest); latency from when a query was due.",
             signed * 100.0
         )]
     }

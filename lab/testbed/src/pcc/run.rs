@@ -115,10 +115,8 @@ impl PccRun {
         let BrokenConnections { refused, reset, timed_out, closed_early, wrong_answer, other } = sums.broken;
         format!(
             "{} (seed {}): {} completed, {} broken ({:.3} %, at most {:.2} % in a second): {reset} reset, {refused} \
-             refused, \
-             {timed_out} timed out, {closed_early} closed early, {wrong_answer} wrong bytes, {other} other; client \
-             late by \
-             {} us (p99), machine {:.0} % busy",
+             refused, {timed_out} timed out, {closed_early} closed early, {wrong_answer} wrong bytes, {other} other; \
+             client late by {} us (p99), machine {:.0} % busy",
             self.method,
             self.seed,
             sums.completed,

@@ -140,11 +140,9 @@ async fn check_dashboard(token: String, drain: &(dyn Fn() -> anyhow::Result<()> 
         format!("document.querySelector('#tiles .tile b').textContent === '{SERVER_COUNT} of {SERVER_COUNT}'");
     wait_until(&client, "reports of every server", &reporting).await?;
     // Loads are drawn: the newest column has a colour per core, and not all colours are equal.
-    let colours = "(() => { const map = document.getElementById('heat'); \
-        const data = map.getContext('2d').getImageData(map.width - 2, 0, 1, map.height).data; \
-        const seen = new Set(); \
-        for (let i = 0; i < data.length; i += 4) if (data[i + 3]) seen.add(data.slice(i, i + 3).join()); \
-        return seen.size > 3; })()";
+    let colours = "(() => { const map = document.getElementById('heat'); const data = \
+        map.getContext('2d').getImageData(map.width - 2, 0, 1, map.height).data; const seen = new Set(); for (let i = \
+        0; i < data.length; i += 4) if (data[i + 3]) seen.add(data.slice(i, i + 3).join()); return seen.size > 3; })()";
     wait_until(&client, "colours of different loads", colours).await?;
     let flow = "Number(document.querySelectorAll('#tiles .tile b')[4].textContent) > 0";
     wait_until(&client, "new connections", flow).await?;
@@ -157,8 +155,8 @@ async fn check_dashboard(token: String, drain: &(dyn Fn() -> anyhow::Result<()> 
     } else {
         drain()?;
     }
-    let draining = "[...document.querySelectorAll('#servers tbody tr')].some((row) => \
-        row.textContent.startsWith('s2') && row.textContent.includes('draining'))";
+    let draining = "[...document.querySelectorAll('#servers tbody tr')].some((row) => row.textContent.startsWith('s2') \
+        && row.textContent.includes('draining'))";
     wait_until(&client, "the server that drains", draining).await?;
     // Agents resolve that server's MAC address for a short time, and report the missing address.
     wait_until(&client, "warnings that go", "!document.getElementById('servers').textContent.includes('no MAC')")

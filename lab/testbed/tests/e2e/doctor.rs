@@ -21,8 +21,8 @@ use crate::support::eventually;
 
 /// Shell commands for new mount namespaces: /sys of the network namespace, the testbed's BPF file system, and an empty
 /// directory for sysctl's drop-in files. None of them is the host's. `$1`: directory to mount at.
-const ENTER_NAMESPACES_SCRIPT: &str = "set -e; mount --bind /sys/fs/bpf \"$1\"; mount -t sysfs sysfs /sys; \
-                     if [ -d /etc/sysctl.d ]; then mount -t tmpfs tmpfs /etc/sysctl.d; fi; ";
+const ENTER_NAMESPACES_SCRIPT: &str = "set -e; mount --bind /sys/fs/bpf \"$1\"; mount -t sysfs sysfs /sys; if [ -d \
+                     /etc/sysctl.d ]; then mount -t tmpfs tmpfs /etc/sysctl.d; fi; ";
 const MOUNT_BPF_SCRIPT: &str = "mount --bind \"$1\" /sys/fs/bpf; ";
 /// Shell commands that print doctor's report, then a line with the exit code, then the drop-in file if it exists.
 const RUN_DOCTOR_SCRIPT: &str =
@@ -394,8 +394,8 @@ fn check_server_kernel(env: &TestEnv, server: &CheckedHost) {
             &format!("ethtool -L {HOST_DEVICE} rx 2"),
         );
     }
-    let add_chain_command = "nft add table ip doctor; nft 'add chain ip doctor input \
-                 { type filter hook input priority 0; policy accept; }'";
+    let add_chain_command = "nft add table ip doctor; nft 'add chain ip doctor input { type filter hook input priority \
+                 0; policy accept; }'";
     let delete_table_command = "nft delete table ip doctor";
     let track_connections_command =
         format!("{add_chain_command}; nft add rule ip doctor input ct state established accept");
@@ -494,13 +494,11 @@ fn check_load_balancer_addresses(env: &TestEnv, balancer: &CheckedHost) {
     let own_address = load_balancer_address(2);
     let narrow_prefix_command = format!(
         "ip address delete {own_address}/16 dev {HOST_DEVICE}; ip address add {own_address}/24 dev {HOST_DEVICE}; ip \
-         route add \
-         {CONTROLLER_ADDRESS} dev {HOST_DEVICE}"
+         route add {CONTROLLER_ADDRESS} dev {HOST_DEVICE}"
     );
     let wide_prefix_command = format!(
         "ip route delete {CONTROLLER_ADDRESS}; ip address delete {own_address}/24 dev {HOST_DEVICE}; ip address add \
-         {own_address}/16 dev \
-         {HOST_DEVICE}"
+         {own_address}/16 dev {HOST_DEVICE}"
     );
     balancer.assert_detected(env, "segment", &narrow_prefix_command, &wide_prefix_command);
     balancer.assert_detected(

@@ -82,32 +82,27 @@ fn invalid_health_checks_are_rejected() {
         (
             "check = \"htpp\"",
             "fleet.toml:5:9: key `service.health.check`: check \"htpp\" is not known: expected \"tcp\", \"http\", \
-             \"https\", \
-             \"agent\" or \"none\" (nearest: `http`)",
+             \"https\", \"agent\" or \"none\" (nearest: `http`)",
         ),
         (
             "path = \"/\"",
             "fleet.toml:5:8: key `service.health.path`: check \"tcp\" has no `path`: expected it with `check` = \
-             \"http\" or \
-             \"https\" only",
+             \"http\" or \"https\" only",
         ),
         (
             "check = \"agent\"\nport = 80",
             "fleet.toml:6:8: key `service.health.port`: check \"agent\" has no `port`: expected it with `check` = \
-             \"tcp\" or \
-             \"http\" or \"https\" only",
+             \"tcp\" or \"http\" or \"https\" only",
         ),
         (
             "check = \"http\"\npath = \"healthz\"",
             "fleet.toml:6:8: key `service.health.path`: path \"healthz\": expected a path that begins with a slash, \
-             without \
-             blanks, as \"/healthz\"",
+             without blanks, as \"/healthz\"",
         ),
         (
             "check = \"http\"\nexpect = \"400-200\"",
             "fleet.toml:6:10: key `service.health.expect`: \"400-200\": expected status codes from 100 to 599, as \
-             \"204\" or \
-             \"200-399\"",
+             \"204\" or \"200-399\"",
         ),
         (
             "check = \"http\"\nhost = \"a b\"",
@@ -127,8 +122,7 @@ fn invalid_health_checks_are_rejected() {
         (
             "check = \"https\"\nca = \"me\"",
             "fleet.toml:6:6: key `service.health.ca`: no certificate in it: expected one or more certificates \
-             (\"-----BEGIN \
-             CERTIFICATE-----\" ...)",
+             (\"-----BEGIN CERTIFICATE-----\" ...)",
         ),
         (
             "at = \"lb\"",
@@ -137,8 +131,8 @@ fn invalid_health_checks_are_rejected() {
         (
             "paths = \"/\"",
             "fleet.toml:5:1: key `service.health.paths`: is not known: expected one of `check`, `at`, `port`, \
-             `interval`, \
-             `timeout`, `rise`, `fall`, `jitter`, `path`, `host`, `expect`, `ca`, `verify` (nearest: `path`)",
+             `interval`, `timeout`, `rise`, `fall`, `jitter`, `path`, `host`, `expect`, `ca`, `verify` (nearest: \
+             `path`)",
         ),
     ];
     for (keys, message) in cases {
@@ -154,8 +148,7 @@ fn invalid_health_checks_are_rejected() {
     assert_eq!(
         parse_service(udp_health).unwrap_err(),
         "fleet.toml:5:1: key `service.health`: check \"tcp\" of a UDP service: expected `port`, a TCP port that \
-         answers \
-         for it, or `check = \"agent\"`"
+         answers for it, or `check = \"agent\"`"
     );
     assert!(
         parse_service(&format!("{udp_health}port = 5353\n")).is_ok()

@@ -53,8 +53,7 @@ pub enum CaptureError {
     /// The capture does not contain the ports.
     #[error(
         "packet {number} was captured up to byte {captured} of {length}: its ports are behind; expected a snap length \
-         of \
-         at least {expected} bytes (64 is enough for most, 96 for nearly all)"
+         of at least {expected} bytes (64 is enough for most, 96 for nearly all)"
     )]
     SnapLength {
         /// Number of the packet, from 1.
@@ -68,8 +67,7 @@ pub enum CaptureError {
     /// Packets are out of order.
     #[error(
         "packet {number} is of {time_s:.9} s, {:.3} ms before packet {before} of {before_s:.9} s: expected time stamps \
-         in \
-         order, or at most {tolerated} ms back (reordercap sorts a capture)", (before_s - time_s) * 1e3,
+         in order, or at most {tolerated} ms back (reordercap sorts a capture)", (before_s - time_s) * 1e3,
         before = number - 1, tolerated = REORDER_TOLERANCE_NS / 1_000_000
     )]
     Unsorted {
